@@ -1,0 +1,36 @@
+# Two commands do all the set-up on a fresh machine with Python 3.11+, git and make:
+#   make demo    trains a small network with paceline and prints what it reached
+#   make test    runs every test
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check bench format clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check:
+	./check
+
+bench: $(READY)
+	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/ranks.py
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# Rebuilt only when what is to be installed changes, so a second run starts at once.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer (found: %s)" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
