@@ -1,0 +1,19 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.testing import RankPool
+
+
+def pid(_: int) -> int:
+    return os.getpid()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Two kept ranks, for tests that make many small calls and leave the process group as they found it."""
+    with RankPool(2) as pool:
+        # Started here, so that no test sees them appear.
+        pool.run(pid)
+        yield pool

@@ -1,0 +1,62 @@
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.testing import forkserver
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 5.0
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < until, f"still running: {running}"
+        time.sleep(0.01)
+
+
+def children(parent: int) -> set[int]:
+    return {pid for pid in _pids() if _parent(pid) == parent}
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return None
+
+
+def held() -> dict[str, object]:
+    """What ranks could leave behind, in this process and in its fork server."""
+    server = forkserver.current()
+    return {
+        "processes": children(server.pid),
+        "directories": set(server.directory.iterdir()),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "server's descriptors": len(list(Path(f"/proc/{server.pid}/fd").iterdir())),
+        "children": children(os.getpid()),
+    }
+
+
+@pytest.fixture(name="wait_until_gone")
+def _wait_until_gone() -> Callable[[list[int]], None]:
+    return wait_until_gone
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before
