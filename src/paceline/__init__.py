@@ -1,7 +1,32 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
-from paceline.errors import DeviceError, PacelineError, StructureError
+from paceline.data_parallel import DataParallel, data_parallel
+from paceline.errors import (
+    CountError,
+    DeviceError,
+    MissingKeyError,
+    PacelineError,
+    ShapeError,
+    StructureError,
+)
+from paceline.replicas.parallel_apply import parallel_apply
+from paceline.replicas.replicate import replicate
+from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["DeviceError", "PacelineError", "StructureError"]
+__all__ = [
+    "CountError",
+    "DataParallel",
+    "DeviceError",
+    "MissingKeyError",
+    "PacelineError",
+    "ShapeError",
+    "StructureError",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]

@@ -1,0 +1,1 @@
+"""One process, many devices: scatter, replicate, apply in parallel, gather."""

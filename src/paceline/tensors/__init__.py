@@ -1,0 +1,1 @@
+"""Tensors as such: nested structures, devices."""

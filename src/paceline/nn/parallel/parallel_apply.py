@@ -1,0 +1,5 @@
+"""Stands in for torch.nn.parallel.parallel_apply."""
+
+from paceline.replicas.parallel_apply import parallel_apply
+
+__all__ = ["parallel_apply"]

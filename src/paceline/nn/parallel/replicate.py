@@ -1,0 +1,5 @@
+"""Stands in for torch.nn.parallel.replicate."""
+
+from paceline.replicas.replicate import replicate
+
+__all__ = ["replicate"]
