@@ -4,10 +4,13 @@ from paceline.data_parallel import DataParallel, data_parallel
 from paceline.errors import (
     CountError,
     DeviceError,
+    DimensionError,
     MissingKeyError,
+    NothingError,
     PacelineError,
     ShapeError,
     StructureError,
+    UnsupportedError,
 )
 from paceline.replicas.parallel_apply import parallel_apply
 from paceline.replicas.replicate import replicate
@@ -19,10 +22,13 @@ __all__ = [
     "CountError",
     "DataParallel",
     "DeviceError",
+    "DimensionError",
     "MissingKeyError",
+    "NothingError",
     "PacelineError",
     "ShapeError",
     "StructureError",
+    "UnsupportedError",
     "data_parallel",
     "gather",
     "parallel_apply",

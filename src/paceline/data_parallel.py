@@ -64,7 +64,9 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
         devices = _devices(device_ids)
         self.device_ids: list[Any] = [*map(_as_torch_names_it, devices)]
         self.src_device_obj = devices[0] if devices else dev.CPU
-        output = self.src_device_obj if output_device is None else _output_device(output_device)
+        output = self.src_device_obj
+        if devices and output_device is not None:  # without devices, as torch, nothing is made of it
+            output = dev.CPU if output_device == -1 else dev.resolve(output_device)
         self.output_device: Any = _as_torch_names_it(output)
         if len(devices) == 1:
             self.module.to(devices[0])
@@ -79,14 +81,10 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
         if len(self.device_ids) == 1:
             self._current_blueprint().check_home(self.src_device_obj)
             return self._alone(self.module(*pieces[0], **keywords[0]))
-        replicas = self.replicate(self.module, self.device_ids[: len(pieces)])
-        outputs: Sequence[Any] = self.parallel_apply(replicas, pieces, keywords)
-        arguments = [*zip(pieces, keywords, strict=True)]
-        if isinstance(replicas, Replicas) and self._runs_backward_in_threads():
-            outputs = backward.together(outputs, replicas.copies, arguments)
+        outputs = self._outputs(pieces, keywords)
         if self._policy is _Gather.CAT:
             return self.gather(outputs, self.output_device)
-        return self._joined(outputs, [_rows(given, self.dim) for given in arguments])
+        return self._joined(outputs, [_rows(given, self.dim) for given in zip(pieces, keywords, strict=True)])
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """One replica a device, with the module's current values."""
@@ -112,6 +110,15 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
         # The blueprint knows this very module; a copy draws its own.
         return {**self.__dict__, "_blueprint": None}
 
+    def _outputs(self, pieces: Sequence[Any], keywords: Sequence[Any]) -> Sequence[Any]:
+        replicas = self.replicate(self.module, self.device_ids[: len(pieces)])
+        if not isinstance(replicas, Replicas) or not self._runs_backward_in_threads():
+            return self.parallel_apply(replicas, pieces, keywords)
+        separated = [backward.separate(given) for given in zip(pieces, keywords, strict=True)]
+        given, ends = zip(*separated, strict=True)
+        outputs = self.parallel_apply(replicas, *zip(*given, strict=True))
+        return backward.together(outputs, replicas.copies, ends)
+
     def _current_blueprint(self) -> Blueprint[M]:
         blueprint = self._blueprint
         if blueprint is None or not blueprint.fits(self.module):
@@ -120,7 +127,7 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
 
     def _runs_backward_in_threads(self) -> bool:
         # On accelerators the engine has a thread a device already, and to wait inside one would stop it.
-        return torch.is_grad_enabled() and all(device == dev.CPU for device in self.device_ids)
+        return backward.is_possible() and all(device == dev.CPU for device in self.device_ids)
 
     def _alone(self, output: Any) -> Any:
         """The output of the module itself, as the policy wants it."""
@@ -149,9 +156,10 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     devices = _devices(device_ids)
-    if devices:
-        # Checked here, because a wrapper of one device would move the module instead.
-        Blueprint(module).check_home(devices[0])
+    if not devices:
+        return module(*inputs, **(module_kwargs or {}))
+    # Checked here, because a wrapper of one device would move the module instead.
+    Blueprint(module).check_home(devices[0])
     return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))
 
 
@@ -161,17 +169,13 @@ def _devices(device_ids: Iterable[DeviceLike] | None) -> tuple[torch.device, ...
         # As torch, which leaves MPS out.
         return tuple(device for device in dev.all_accelerators() if device.type != "mps")
     given = [*device_ids]
-    if given and dev.current() == dev.CPU and all(isinstance(device, int) for device in given):
+    if given and dev.current() == dev.CPU and all(type(device) is int for device in given):
         # As torch: a script written for accelerators runs on a machine without.
         warnings.warn(
             f"no accelerator here: the module is called as it is (device_ids: {given})", stacklevel=3
         )
         return ()
     return dev.resolve_all(given)
-
-
-def _output_device(device: DeviceLike) -> torch.device:
-    return dev.CPU if device == -1 else dev.resolve(device)
 
 
 def _as_torch_names_it(device: torch.device) -> int | torch.device:

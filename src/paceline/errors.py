@@ -3,8 +3,11 @@
     PacelineError
     ├── DeviceError (RuntimeError)           a device that does not exist, or something on the wrong one
     ├── StructureError (ValueError)          nested values that do not fit together, named by path
-    │   └── MissingKeyError (KeyError)       a dict lacks a key that the first replica's has
+    │   ├── MissingKeyError (KeyError)       a dict lacks a key that the first replica's has
+    │   └── NothingError (IndexError)        no outputs to gather
     ├── ShapeError (RuntimeError)            tensors that cannot be cut or joined, named by path
+    ├── DimensionError (IndexError)          a tensor lacks the dimension to cut or join along, named by path
+    ├── UnsupportedError (RuntimeError)      a module that cannot be replicated
     ├── CountError (AssertionError)          as many of one thing as of another are needed
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -34,6 +37,18 @@ class MissingKeyError(StructureError, KeyError):
 
     # KeyError would show the message's repr.
     __str__ = Exception.__str__
+
+
+class NothingError(StructureError, IndexError):
+    """There are no outputs to gather."""
+
+
+class DimensionError(PacelineError, IndexError):
+    """A tensor lacks the dimension to cut or join along; the message names its path."""
+
+
+class UnsupportedError(PacelineError, RuntimeError):
+    """A module that cannot be replicated."""
 
 
 class ShapeError(PacelineError, RuntimeError):

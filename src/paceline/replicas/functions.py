@@ -41,5 +41,10 @@ def _sum_at(tensor: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) ->
     for gradient in gradients:
         if gradient is not None:
             moved = dev.send(gradient, tensor.device)
-            total = moved if total is None else total + moved
+            total = moved if total is None else _add(total, moved)
     return torch.zeros_like(tensor) if total is None else total
+
+
+def _add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # torch adds a sparse tensor to a dense one, but not a dense one to a sparse one.
+    return other + one if one.is_sparse else one + other

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.errors import ShapeError
+from paceline.errors import DeviceError, DimensionError, ShapeError
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.tree import Path
@@ -24,9 +24,9 @@ def concatenate(device: torch.device, dim: int) -> Join:
                 "will instead unsqueeze and return a vector.",
                 stacklevel=2,
             )
-            return torch.stack(_on(device, tensors))
+            return torch.stack(_on(device, tensors, path))
         _check_fit(tensors, path, dim)
-        return torch.cat(_on(device, tensors), dim)
+        return torch.cat(_on(device, tensors, path), dim)
 
     return join
 
@@ -36,7 +36,7 @@ def stack(device: torch.device) -> Join:
 
     def join(tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         _check_fit(tensors, path)
-        return torch.stack(_on(device, tensors))
+        return torch.stack(_on(device, tensors, path))
 
     return join
 
@@ -47,7 +47,7 @@ def mean(device: torch.device, rows: Sequence[int]) -> Join:
 
     def join(tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         _check_fit(tensors, path)
-        parts = [tensor * share for tensor, share in zip(_on(device, tensors), shares, strict=True)]
+        parts = [tensor * share for tensor, share in zip(_on(device, tensors, path), shares, strict=True)]
         return torch.stack(parts).sum(0)
 
     return join
@@ -63,14 +63,22 @@ def shape(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [dev.send(tensor, device) for tensor in tensors]
+def _on(device: torch.device, tensors: Sequence[torch.Tensor], path: Path) -> list[torch.Tensor]:
+    return [_sent(device, tensor, path, replica) for replica, tensor in enumerate(tensors)]
+
+
+def _sent(device: torch.device, tensor: torch.Tensor, path: Path, replica: int) -> torch.Tensor:
+    try:
+        return dev.send(tensor, device)
+    except RuntimeError as error:
+        route = f"from {tensor.device} to {device}"
+        raise DeviceError(f"{where(path, replica)} cannot be moved ({route})") from error
 
 
 def _check_fit(tensors: Sequence[torch.Tensor], path: Path, dim: int | None = None) -> None:
     first = tensors[0]
     if dim is not None and not -first.dim() <= dim < first.dim():
-        raise ShapeError(f"{where(path, 0)} has no dimension {dim} to gather along ({shape(first)})")
+        raise DimensionError(f"{where(path, 0)} has no dimension {dim} to gather along ({shape(first)})")
     for replica, tensor in enumerate(tensors):
         if not _fits(first, tensor, dim):
             along = "" if dim is None else f" along dimension {dim}"

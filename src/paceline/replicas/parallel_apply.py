@@ -1,9 +1,6 @@
 """Apply one module a replica to its own inputs, all at the same time."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,61 +36,17 @@ def parallel_apply(
     if not modules:
         return []
     placed = [_place(device, given) for device, given in zip(devices, inputs, strict=True)]
-    surroundings = Surroundings.of_caller(placed)
-    calls = [_call(surroundings, *one) for one in zip(modules, inputs, kwargs_tup, placed, strict=True)]
+    calls = [*map(_call, modules, inputs, kwargs_tup, placed)]
     return run_together(calls, lambda i: f"in replica {i} on device {_name(placed[i])}")
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What holds in one thread and must hold in the threads that work for it."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
-    default_device: torch.device
-
-    @classmethod
-    def of_caller(cls, devices: Sequence[torch.device]) -> "Surroundings":
-        """Those of the calling thread, as far as they matter on the devices."""
-        kinds = {"cpu", *(device.type for device in devices if device.type != "meta")}
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-        )
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Make them hold in the calling thread."""
-        with contextlib.ExitStack() as stack:
-            for context in self._contexts():
-                stack.enter_context(context)
-            yield
-
-    def _contexts(self) -> Iterator[AbstractContextManager[object]]:
-        # Only what differs from a new thread's own: each context costs time in every replica.
-        if self.inference:
-            yield torch.inference_mode()
-        yield torch.set_grad_enabled(self.grad)
-        for kind, dtype in self.autocast:
-            yield torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
-        if self.default_device != dev.CPU:
-            yield self.default_device
-
-
-def _call(
-    surroundings: Surroundings, module: nn.Module, given: Any, kwargs: dict[str, Any], device: torch.device
-) -> Callable[[], Any]:
+def _call(module: nn.Module, given: Any, kwargs: dict[str, Any], device: torch.device) -> Callable[[], Any]:
     # The caller's stream, so that the replica's work is ordered with what the caller does before and after.
     stream = dev.current_stream(device)
     args = given if isinstance(given, tuple | list) else (given,)
 
     def call() -> Any:
-        with surroundings.entered(), dev.working_on(device, stream):
+        with dev.working_on(device, stream):
             return module(*args, **kwargs)
 
     return call

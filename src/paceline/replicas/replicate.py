@@ -5,46 +5,21 @@ module's current values. So nothing that changes between two calls can be missed
 read from the module when it is stamped, and a changed tree no longer fits its blueprint.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, or_
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
-from paceline.errors import DeviceError
+from paceline.errors import DeviceError, UnsupportedError
 from paceline.replicas.functions import broadcast
 from paceline.tensors import devices as dev
 from paceline.tensors.devices import DeviceLike
 
 M = TypeVar("M", bound=nn.Module)
-
-# Layers whose forward only reads the layer. Without hooks, buffers and children of their own they can serve
-# all replicas at once, wherever a replica's parameters are the module's own.
-_READ_ONLY = frozenset(
-    {
-        *(nn.Linear, nn.Bilinear, nn.Identity, nn.Embedding, nn.EmbeddingBag, nn.Flatten, nn.Unflatten),
-        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
-        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
-        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
-        *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Softplus, nn.Softmax, nn.LogSoftmax),
-        *(nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d, nn.ReflectionPad2d),
-    }
-)
-
-# What makes a layer more than its class says: its own buffers, children and hooks.
-_EXTRAS = (
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 class Replicas(list[M]):
@@ -72,45 +47,43 @@ def replicate(network: M, devices: Iterable[DeviceLike], detach: bool = False) -
 class Blueprint(Generic[M]):
     """How the tree of one module is copied.
 
-    It holds the tables in which nn.Module keeps a module's parameters, buffers, children and hooks, and reads
-    them at each use: they stay the same objects for a module's life.
+    It holds the tables in which nn.Module keeps a module's parameters, buffers and children, and reads them
+    at each use: they stay the same objects for a module's life.
     """
 
     def __init__(self, module: M) -> None:
-        parts = list(module.modules())
-        states = [vars(part) for part in parts]
-        self._parts = parts
-        self._tensors = [state[name] for state in states for name in ("_parameters", "_buffers")]
-        self._children = [state["_modules"] for state in states]
+        self._parts = list(module.modules())
+        for part in self._parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UnsupportedError(f"a scripted module cannot be replicated (type: {part.original_name})")
+        self._states = [*map(vars, self._parts)]
+        self._parameters = [part._parameters for part in self._parts]
+        self._buffers = [part._buffers for part in self._parts]
+        self._children = [part._modules for part in self._parts]
         self._keys = [*chain.from_iterable(self._children)]
         self._values = [*chain.from_iterable(map(dict.values, self._children))]
-        place = {part: number for number, part in enumerate(parts)}
+        self._counts = [*map(len, self._children)]
+        place = {part: number for number, part in enumerate(self._parts)}
         # A child that is None lies behind the last part.
-        self._places = [
-            [len(parts) if child is None else place[child] for child in children.values()]
-            for children in self._children
+        self._parents = [
+            (number, [len(place) if child is None else place[child] for child in children.values()])
+            for number, children in enumerate(self._children)
+            if children
         ]
-        read_only = [*map(_is_read_only, parts)]
-        self._extras = [
-            state[name] for state, shared in zip(states, read_only, strict=True) if shared for name in _EXTRAS
-        ]
-        self._copied = [number for number, shared in enumerate(read_only) if not shared]
-        self._copied_to_train = [
-            n for n, shared in enumerate(read_only) if not shared or states[n]["_parameters"]
-        ]
+        self._special = [number for number, part in enumerate(self._parts) if _is_special(type(part))]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module's tree is still the one that was walked."""
         return (
             module is self._parts[0]
+            and self._counts == [*map(len, self._children)]
             and self._keys == [*chain.from_iterable(self._children)]
             and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._children))))
-            and not any(self._extras)
         )
 
     def check_home(self, home: torch.device) -> None:
         """Refuse a module that has a tensor elsewhere, as torch does."""
-        if {tensor.device for tensor in self._all_tensors()} <= {home}:
+        if {tensor.device for tensor in self._tensors()} <= {home}:
             return
         root = self._parts[0]
         for name, tensor in chain(root.named_parameters(), root.named_buffers()):
@@ -130,70 +103,85 @@ class Blueprint(Generic[M]):
             detach: whether gradients stop at the replicas.
             home: the device on which all of the module's tensors must be, if any.
         """
-        tensors = self._all_tensors()
+        tensors = self._tensors()
         homes = {tensor.device for tensor in tensors}
         if home is not None and not homes <= {home}:
             self.check_home(home)
         trained = [] if detach else [*{id(t): t for t in tensors if t.requires_grad}.values()]
-        copies = _broadcast(trained, devices)
+        detached = {id(t): t.detach() for t in _present(self._parameters)} if detach else {}
         replicas: Replicas[M] = Replicas()
-        replicas.copies = copies
+        replicas.copies = _broadcast(trained, devices)
         for number, device in enumerate(devices):
-            stand_ins = _StandIns(device, trained, copies[number], share_buffers=number == 0)
-            in_place = not trained and homes <= {device}
-            replicas.append(self._stamp_one(stand_ins, self._copied if in_place else self._copied_to_train))
+            stand_ins = dict(zip(map(id, trained), replicas.copies[number], strict=True))
+            if homes <= {device}:
+                stand_ins |= detached
+            else:
+                _move(_present(self._parameters), device, stand_ins)
+            if number > 0 or not homes <= {device}:
+                _move(_present(self._buffers), device, stand_ins, copy=number > 0)
+            replicas.append(self._stamp_one(stand_ins))
         return replicas
 
-    def _all_tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[torch.Tensor]:
         """Every parameter and buffer there is now; a shared one may come more than once."""
-        return [t for t in chain.from_iterable(map(dict.values, self._tensors)) if t is not None]
+        return [*_present(self._parameters), *_present(self._buffers)]
 
-    def _stamp_one(self, stand_ins: "_StandIns", copied: Sequence[int]) -> M:
-        replicas: list[Any] = [*self._parts, None]
-        for number in copied:
-            replicas[number] = _shell(self._parts[number])
-        for number in copied:
-            children = map(replicas.__getitem__, self._places[number])
-            named = dict(zip(self._children[number], children, strict=True))
-            _fill(replicas[number], self._parts[number], stand_ins, named)
+    def _stamp_one(self, stand_ins: dict[int, torch.Tensor]) -> M:
+        # Whole lists at a time, because this is done at each call, for each part of the tree.
+        replicas: list[Any] = [*map(_new, map(type, self._parts)), None]
+        for number in self._special:
+            replicas[number] = self._parts[number]._replicate_for_data_parallel()
+        children: list[dict[str, Any]] = [{} for _ in self._parts]
+        for number, places in self._parents:
+            children[number].update(
+                zip(self._children[number], map(replicas.__getitem__, places), strict=True)
+            )
+        parameters = _swapped(self._parameters, stand_ins)
+        buffers = _swapped(self._buffers, stand_ins)
+        own = [
+            {"_parameters": p, "_buffers": b, "_modules": c, "_is_replica": True}
+            for p, b, c in zip(parameters, buffers, children, strict=True)
+        ]
+        states = [*map(or_, self._states, own)]
+        for number in self._special:
+            states[number] = {**states[number], **vars(replicas[number]), **own[number]}
+        deque(map(_set_state, replicas, states), maxlen=0)
+        for number in self._special:
+            _tell(replicas[number], parameters[number])
         return cast("M", replicas[0])
 
 
-class _StandIns:
-    """What one replica holds in the place of each of the module's tensors."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        trained: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
-        *,
-        share_buffers: bool,
-    ) -> None:
-        self._device = device
-        # By id, because hashing a tensor is slow; the module keeps the tensors alive meanwhile.
-        self._known = {id(tensor): copy for tensor, copy in zip(trained, copies, strict=True)}
-        self._share_buffers = share_buffers
-
-    def for_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The copy through which gradients flow, or the parameter's value on the device."""
-        known = self._known.get(id(parameter))
-        return self._remember(parameter, _detached_on(parameter, self._device)) if known is None else known
-
-    def for_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The buffer itself for the one replica that updates it, a copy for the others."""
-        if self._share_buffers or id(buffer) in self._known:
-            return self.for_parameter(buffer)
-        moved = _detached_on(buffer, self._device)
-        return self._remember(buffer, moved.detach().clone() if moved is buffer else moved)
-
-    def _remember(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
-        self._known[id(tensor)] = stand_in
-        return stand_in
+# Without nn.Module's own ways, which would look into what is assigned.
+_new = object.__new__
+_set_state = nn.Module.__dict__["__dict__"].__set__
 
 
-def _detached_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.device == device else dev.send(tensor.detach(), device)
+def _is_special(kind: type[nn.Module]) -> bool:
+    """Whether the class copies itself, is made, or watches assignments in its own way, as torch's LSTM."""
+    ways = ("_replicate_for_data_parallel", "__setattr__")
+    return kind.__new__ is not object.__new__ or any(
+        getattr(kind, w) is not getattr(nn.Module, w) for w in ways
+    )
+
+
+def _present(tables: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    return [tensor for tensor in chain.from_iterable(map(dict.values, tables)) if tensor is not None]
+
+
+def _move(
+    tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    stand_ins: dict[int, torch.Tensor],
+    *,
+    copy: bool = False,
+) -> None:
+    """Add stand-ins on the device for the tensors that have none yet, and elsewhere or to be copied."""
+    for tensor in tensors:
+        if id(tensor) not in stand_ins:
+            if tensor.device != device:
+                stand_ins[id(tensor)] = dev.send(tensor.detach(), device)
+            elif copy:
+                stand_ins[id(tensor)] = tensor.detach().clone()
 
 
 def _broadcast(
@@ -205,47 +193,16 @@ def _broadcast(
     return [flat[i : i + len(trained)] for i in range(0, len(flat), len(trained))]
 
 
-def _shell(part: nn.Module) -> nn.Module:
-    if type(part)._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel:
-        return part.__new__(type(part))
-    # A class that copies itself in its own way, such as torch's recurrent layers.
-    return cast("nn.Module", part._replicate_for_data_parallel())
-
-
-def _fill(
-    replica: nn.Module, part: nn.Module, stand_ins: _StandIns, children: dict[str, nn.Module | None]
-) -> None:
-    parameters = {
-        name: None if parameter is None else stand_ins.for_parameter(parameter)
-        for name, parameter in part._parameters.items()
-    }
-    state = {
-        **vars(part),
-        **vars(replica),
-        "_parameters": parameters,
-        "_buffers": {
-            name: None if buffer is None else stand_ins.for_buffer(buffer)
-            for name, buffer in part._buffers.items()
-        },
-        "_modules": children,
-        "_is_replica": True,
-    }
-    # Not by assignment, which nn.Module would look into.
-    object.__setattr__(replica, "__dict__", state)
-    if type(part).__setattr__ is not nn.Module.__setattr__:
-        _tell(replica, parameters)
+def _swapped(tables: Sequence[dict[str, Any]], stand_ins: dict[int, torch.Tensor]) -> list[dict[str, Any]]:
+    # By id, because hashing a tensor is slow; the module keeps the tensors alive meanwhile.
+    return [{name: stand_ins.get(id(tensor), tensor) for name, tensor in table.items()} for table in tables]
 
 
 def _tell(replica: nn.Module, parameters: dict[str, torch.Tensor | None]) -> None:
-    """Assign each parameter once, for a class that watches assignments (torch's recurrent layers do)."""
+    """Assign each parameter once, for a class that watches assignments."""
     state = vars(replica)
     state["_parameters"] = {}
     for name, parameter in parameters.items():
         setattr(replica, name, parameter)
         state.pop(name, None)
     state["_parameters"] = parameters
-
-
-def _is_read_only(part: nn.Module) -> bool:
-    state = vars(part)
-    return type(part) in _READ_ONLY and "forward" not in state and not any(state[name] for name in _EXTRAS)

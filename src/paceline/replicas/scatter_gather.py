@@ -5,17 +5,24 @@ flow through them. On one device scatter makes views and copies nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from typing_extensions import deprecated
 
-from paceline.errors import DeviceError, MissingKeyError, ShapeError, StructureError
+from paceline.errors import (
+    DeviceError,
+    DimensionError,
+    MissingKeyError,
+    NothingError,
+    ShapeError,
+    StructureError,
+)
 from paceline.replicas.joins import Join, concatenate, shape, where
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.devices import DeviceLike
-from paceline.tensors.tree import Path
+from paceline.tensors.tree import Node, Path
 
 T = TypeVar("T", dict[Any, Any], list[Any], tuple[Any, ...])
 
@@ -37,8 +44,7 @@ def scatter(inputs: Any, target_gpus: Iterable[DeviceLike], dim: int = 0) -> Seq
     Raises:
         StructureError: if two tensors of the structure give different numbers of chunks.
     """
-    cutter = _Cutter(dev.resolve_all(target_gpus), dim)
-    return cutter.cut(inputs, None) if isinstance(inputs, torch.Tensor) else _scatter(inputs, None, cutter)
+    return _scatter_all(inputs, dev.resolve_all(target_gpus), dim, "inputs")
 
 
 def scatter_kwargs(
@@ -49,8 +55,8 @@ def scatter_kwargs(
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Scatter positional and keyword arguments; the side with fewer pieces is filled up with empty ones."""
     devices = dev.resolve_all(target_gpus)
-    positional = scatter(inputs, devices, dim) if inputs else []
-    keyword = scatter(kwargs, devices, dim) if kwargs else []
+    positional = _scatter_all(inputs, devices, dim, "inputs") if inputs else []
+    keyword = _scatter_all(kwargs, devices, dim, "kwargs") if kwargs else []
     count = max(len(positional), len(keyword))
     return (
         (*positional, *(() for _ in range(count - len(positional)))),
@@ -83,17 +89,18 @@ def is_namedtuple(obj: Any) -> bool:
 
 def gather_with(outputs: Sequence[Any], join: Join) -> Any:
     """Walk one output a replica in step, and join the tensors found at the same place."""
-    if not outputs:
-        raise StructureError("nothing to gather (outputs: [])")
+    if len(outputs) == 0:
+        raise NothingError("nothing to gather (outputs: [])")
     return _gather(outputs, None, join)
 
 
 class _Cutter:
     """Cuts tensors for a list of devices, and sees that all give the same number of chunks."""
 
-    def __init__(self, devices: tuple[torch.device, ...], dim: int) -> None:
+    def __init__(self, devices: tuple[torch.device, ...], dim: int, root: str) -> None:
         self.devices = devices
         self._dim = dim
+        self._root = root
         self._only = devices[0] if devices.count(devices[0]) == len(devices) else None
         self._first: tuple[Path, int] | None = None
 
@@ -101,32 +108,34 @@ class _Cutter:
         try:
             chunks: tuple[torch.Tensor, ...] = tensor.chunk(len(self.devices), self._dim)
         except (IndexError, RuntimeError) as error:
-            what = f"{tree.show(path, 'inputs')} cannot be scattered"
-            raise ShapeError(f"{what} along dimension {self._dim} ({shape(tensor)})") from error
+            what = f"{tree.show(path, self._root)} cannot be scattered"
+            kind = DimensionError if isinstance(error, IndexError) else ShapeError
+            raise kind(f"{what} along dimension {self._dim} ({shape(tensor)})") from error
         if self._first is None:
             self._first = (path, len(chunks))
         elif self._first[1] != len(chunks):
-            raise StructureError(self._uneven(path, len(chunks)))
+            raise StructureError(self._uneven(self._first, (path, len(chunks))))
         if tensor.device == self._only:
             return chunks
         try:
             return tuple(map(dev.send, chunks, self.devices))
         except RuntimeError as error:
             route = f"from {tensor.device} to {', '.join(map(str, self.devices))}"
-            raise DeviceError(f"{tree.show(path, 'inputs')} cannot be moved ({route})") from error
+            raise DeviceError(f"{tree.show(path, self._root)} cannot be moved ({route})") from error
 
-    def _uneven(self, path: Path, count: int) -> str:
-        assert self._first is not None
-        first, first_count = self._first
-        return (
-            "inputs give different numbers of chunks along dimension "
-            f"{self._dim} ({tree.show(first, 'inputs')}: {first_count}, {tree.show(path, 'inputs')}: {count})"
-        )
+    def _uneven(self, *cuts: tuple[Path, int]) -> str:
+        counts = ", ".join(f"{tree.show(path, self._root)}: {count}" for path, count in cuts)
+        return f"inputs give different numbers of chunks along dimension {self._dim} ({counts})"
+
+
+def _scatter_all(obj: Any, devices: tuple[torch.device, ...], dim: int, root: str) -> Sequence[Any]:
+    cutter = _Cutter(devices, dim, root)
+    return cutter.cut(obj, None) if isinstance(obj, torch.Tensor) else _scatter(obj, None, cutter)
 
 
 def _scatter(obj: Any, path: Path, cutter: _Cutter) -> list[Any]:
     node = tree.open_node(obj)
-    if node is None:
+    if node is None or not node.children:
         return [obj] * len(cutter.devices)
     columns = [
         cutter.cut(child, (path, key))
@@ -147,16 +156,15 @@ def _gather(outputs: Sequence[Any], path: Path, join: Join) -> Any:
     if node is None:
         return _same(outputs, path)
     _check_alike(outputs, path, lambda output: type(output) is type(first))
-    if isinstance(first, dict):
-        return _gather_mapping(outputs, path, node, join)
-    others = [tree.open_node(output) for output in outputs[1:]]
-    _check_counts(outputs, path, node, others)
-    children = [node.children, *(other.children for other in others if other is not None)]
-    columns = zip(node.keys, zip(*children, strict=True), strict=True)
+    if node.by_key:
+        return _gather_by_key(outputs, path, node, join)
+    nodes = [node, *(cast("Node", tree.open_node(output)) for output in outputs[1:])]
+    _check_in_step(nodes, path, type(first).__name__)
+    columns = zip(node.keys, zip(*(one.children for one in nodes), strict=True), strict=True)
     return node.rebuild([_gather(column, (path, key), join) for key, column in columns])
 
 
-def _gather_mapping(outputs: Sequence[Any], path: Path, node: tree.Node, join: Join) -> Any:
+def _gather_by_key(outputs: Sequence[Any], path: Path, node: Node, join: Join) -> Any:
     if any(len(output) != len(node.keys) for output in outputs):
         counts = ", ".join(f"{where(path, i)}: {len(output)}" for i, output in enumerate(outputs))
         raise StructureError(f"All dicts must have the same number of keys ({counts})")
@@ -175,7 +183,7 @@ def _same(outputs: Sequence[Any], path: Path) -> Any:
         if not _equal(first, output):
             raise StructureError(
                 f"replicas gave different values that are not tensors ({where(path, 0)}: {first!r:.80}, "
-                f"{where(path, replica)}: {output!r:.80}); return a tensor, or take gather='list'"
+                f"{where(path, replica)}: {output!r:.80}); return tensors, or gather a 'list'"
             )
     return first
 
@@ -185,10 +193,10 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, int | float | complex | str | bytes):
-        return bool(one == other or (one != one and other != other))  # NaN on all replicas is the same value
-    # Empty containers are leaves too; other objects are the same only by identity.
-    return isinstance(one, tuple | list | dict) and not one and not other
+    try:
+        return bool(one == other) or bool(one != one and other != other)  # NaN is the same on all replicas
+    except Exception:  # an array's comparison, say, is no single truth
+        return False
 
 
 def _check_alike(outputs: Sequence[Any], path: Path, fits: Callable[[Any], bool]) -> None:
@@ -200,18 +208,16 @@ def _check_alike(outputs: Sequence[Any], path: Path, fits: Callable[[Any], bool]
             )
 
 
-def _check_counts(
-    outputs: Sequence[Any], path: Path, node: tree.Node, others: Sequence[tree.Node | None]
-) -> None:
-    for replica, other in enumerate(others, start=1):
-        count = 0 if other is None else len(other.children)
-        if count != len(node.children):
+def _check_in_step(nodes: Sequence[Node], path: Path, kind: str) -> None:
+    first = nodes[0]
+    for replica, node in enumerate(nodes):
+        if len(node.children) != len(first.children):
             raise StructureError(
-                f"replicas gave {type(outputs[0]).__name__}s of different lengths "
-                f"({where(path, 0)}: {len(node.children)}, {where(path, replica)}: {count})"
+                f"replicas gave {kind}s of different lengths "
+                f"({where(path, 0)}: {len(first.children)}, {where(path, replica)}: {len(node.children)})"
             )
-        if other is not None and other.context != node.context:
+        if not _equal(node.context, first.context):
             raise StructureError(
-                f"replicas gave {type(outputs[0]).__name__}s that differ outside their tensors "
-                f"({where(path, 0)}, {where(path, replica)})"
+                f"replicas gave {kind}s that differ outside their tensors "
+                f"({where(path, 0)}: {first.context!r:.80}, {where(path, replica)}: {node.context!r:.80})"
             )

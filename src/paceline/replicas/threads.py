@@ -3,16 +3,18 @@
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+from paceline.replicas.surroundings import Surroundings
 
 R = TypeVar("R")
 
 
 def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) -> list[R]:
-    """Run every call at once and return their results in order; all threads have ended by then.
+    """Run every call in a thread of its own, and return the results in order when all threads have ended.
 
-    The first call runs in the calling thread, which would only wait otherwise. The first error, by order
-    of the calls, is raised again with its type kept and its place told: ``Caught KeyError in replica 1 …``.
+    What holds around the caller holds in the threads. The first error, by order of the calls, is raised again
+    with its type kept and its place told: ``Caught KeyError in replica 1 …``. A single call needs no thread.
 
     Args:
         calls: what to run.
@@ -27,25 +29,36 @@ def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) 
         except BaseException as error:
             errors[index] = error
 
+    if len(calls) == 1:
+        run(0)
+    else:
+        _in_threads(run, len(calls))
+    if errors:
+        _raise_first(errors, place)
+    return [results[index] for index in range(len(calls))]
+
+
+def _in_threads(run: Callable[[int], None], count: int) -> None:
+    surroundings = Surroundings.of_caller()
+
+    def work(index: int) -> None:
+        with surroundings.entered():
+            run(index)
+
     threads = [
-        threading.Thread(target=run, args=(index,), name=f"paceline-{index}")
-        for index in range(1, len(calls))
+        threading.Thread(target=work, args=(index,), name=f"replica {index}") for index in range(count)
     ]
     started = []
     try:
         for thread in threads:
             thread.start()
             started.append(thread)
-        run(0)
     finally:
         for thread in started:
             thread.join()
-    if errors:
-        _raise_first(errors, place)
-    return [results[index] for index in range(len(calls))]
 
 
-def _raise_first(errors: dict[int, BaseException], place: Callable[[int], str]) -> None:
+def _raise_first(errors: dict[int, BaseException], place: Callable[[int], str]) -> NoReturn:
     index = min(errors)
     error = errors[index]
     # An error's traceback leads to the frames that hold it: without this they would form a cycle.
@@ -64,14 +77,20 @@ def _retell(error: BaseException, place: str) -> BaseException | None:
         return None
     kind = type(error)
     original = "".join(traceback.format_exception(error))
-    message = f"Caught {kind.__name__} {place}.\nOriginal {original}"
+    message = _Unquoted(f"Caught {kind.__name__} {place}.\nOriginal {original}")
     try:
-        retold = kind(_Unquoted(message))
+        retold = kind(*_arguments(error, message))
     except Exception:
         error.add_note(f"Caught {place}.")
         return None
     vars(retold).update(vars(error))
     return retold
+
+
+def _arguments(error: Exception, message: str) -> tuple[object, ...]:
+    if isinstance(error, OSError) and error.errno is not None:
+        return (error.errno, message, error.filename)
+    return (message,)
 
 
 class _Unquoted(str):

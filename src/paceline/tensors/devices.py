@@ -6,8 +6,7 @@ devices hosted outside torch; a device without streams (the CPU, MPS) gets a con
 
 import contextlib
 import functools
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,15 +27,14 @@ def resolve(device: DeviceLike) -> torch.device:
         return CPU
     _check_type(device)
     if isinstance(device, int):
-        return _existing(_accelerator_type(device), device)
+        return _existing(_accelerator_type(device), device, device)
     try:
         named = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"unknown device (device: {device!r}, here: {_here()})") from error
     if named.type in _PLAIN:
         return torch.device(named.type)
-    index: int | None = named.index  # torch's stub leaves out the None
-    return _existing(named.type, current_index(named.type) if index is None else index)
+    return _existing(named.type, named.index, device)
 
 
 def resolve_all(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
@@ -76,17 +74,17 @@ def current_stream(device: torch.device) -> Any:
     return None if current is None else current(device)
 
 
-def working_on(device: torch.device, stream: Any = None) -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def working_on(device: torch.device, stream: Any = None) -> Iterator[None]:
     """Make the device, and the stream if there is one, the calling thread's current ones."""
-    if device.type in _PLAIN:
-        return contextlib.nullcontext()
-    module = _module(device.type)
-    stack = contextlib.ExitStack()
-    if (switch := getattr(module, "device", None)) is not None:
-        stack.enter_context(switch(device.index))
-    if stream is not None:
-        stack.enter_context(module.stream(stream))
-    return stack
+    with contextlib.ExitStack() as stack:
+        if device.type not in _PLAIN:
+            module = _module(device.type)
+            if (switch := getattr(module, "device", None)) is not None:
+                stack.enter_context(switch(device.index))
+            if stream is not None:
+                stack.enter_context(module.stream(stream))
+        yield
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,6 +94,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if tensor.device == device:
         return tensor
+    if device.type in _PLAIN:
+        return tensor.to(device)  # waits: the CPU would not, before it reads
     if tensor.device.type != "cpu" or (consumer := current_stream(device)) is None:
         return tensor.to(device, non_blocking=True)
     side = _copy_stream(device)
@@ -128,9 +128,13 @@ def _accelerator_type(index: int) -> str:
     return accelerator.type
 
 
-def _existing(device_type: str, index: int) -> torch.device:
-    if not 0 <= index < _count(device_type):
-        raise DeviceError(f"unknown device (device: '{device_type}:{index}', here: {_here()})")
+def _existing(device_type: str, index: int | None, given: DeviceLike) -> torch.device:
+    count = _count(device_type)
+    if index is None and count:
+        index = current_index(device_type)
+    if index is None or not 0 <= index < count:
+        shown = f"{device_type}:{given}" if isinstance(given, int) else given
+        raise DeviceError(f"unknown device (device: '{shown}', here: {_here()})")
     return torch.device(device_type, index)
 
 

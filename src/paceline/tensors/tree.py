@@ -26,23 +26,35 @@ class Field(str):
 
 
 class Node(NamedTuple):
-    """One container, opened: the children under their keys, and how to build its like from new children."""
+    """One container, opened.
+
+    Attributes:
+        keys: where each child is.
+        children: what is there.
+        rebuild: makes a container of the same kind from new children.
+        context: what two containers must have in common to be walked in step.
+        by_key: whether children are found by key, whatever their order.
+    """
 
     keys: Sequence[Any]
     children: Sequence[Any]
     rebuild: Callable[[Sequence[Any]], Any]
     context: object = None
+    by_key: bool = False
 
 
 def open_node(obj: Any) -> Node | None:
-    """The container opened one level; None for a leaf, and for a container without children."""
+    """The container opened one level; None for a leaf."""
     kind = type(obj)
     if kind is tuple or kind is list:
-        return Node(range(len(obj)), obj, kind) if obj else None
+        return Node(range(len(obj)), obj, kind)
     if kind is dict or kind is OrderedDict:
-        return _open_mapping(obj)
+        keys = list(obj)
+        return Node(keys, list(obj.values()), lambda new: kind(zip(keys, new, strict=True)), by_key=True)
     if isinstance(obj, torch.Tensor):
         return None
+    if kind in _REGISTERED:
+        return _open_registered(obj, kind)
     return _open_rarer(obj, kind)
 
 
@@ -80,11 +92,9 @@ def is_namedtuple(obj: object) -> bool:
 
 def _open_rarer(obj: Any, kind: type) -> Node | None:
     if is_namedtuple(obj):
-        return Node([*map(Field, obj._fields)], obj, kind._make) if obj else None  # type: ignore[attr-defined]
-    if kind in _REGISTERED:
-        return _open_registered(obj, kind)
+        return Node([*map(Field, obj._fields)], obj, kind._make)  # type: ignore[attr-defined]
     if isinstance(obj, tuple | list):
-        return Node(range(len(obj)), obj, kind) if obj else None
+        return Node(range(len(obj)), obj, _sequence_type(kind))
     if isinstance(obj, dict):
         return _open_mapping(obj)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -92,19 +102,30 @@ def _open_rarer(obj: Any, kind: type) -> Node | None:
     return None
 
 
-def _open_mapping(obj: dict[Any, Any]) -> Node | None:
-    if not obj:
-        return None
-    keys, kind = list(obj), type(obj)
-    return Node(keys, list(obj.values()), lambda children: kind(zip(keys, children, strict=True)))
+def _sequence_type(kind: type) -> type:
+    """The type itself if it is built as tuple or list are, else the plain one, as torch gives."""
+    plain: Any = tuple if issubclass(kind, tuple) else list
+    is_plain = kind.__new__ is plain.__new__ and vars(kind).get("__init__", plain.__init__) is plain.__init__
+    return kind if is_plain else plain
 
 
-def _open_registered(obj: Any, kind: type) -> Node | None:
+def _open_mapping(obj: dict[Any, Any]) -> Node:
+    keys = list(obj)
+
+    def rebuild(children: Sequence[Any]) -> Any:
+        # Not the constructor: a Counter's, say, would count the pairs.
+        like = copy.copy(obj)
+        for key, child in zip(keys, children, strict=True):
+            like[key] = child
+        return like
+
+    return Node(keys, list(obj.values()), rebuild, by_key=True)
+
+
+def _open_registered(obj: Any, kind: type) -> Node:
     definition = _REGISTERED[kind]
     flat, context = definition.flatten_fn(obj)
     children = list(flat)
-    if not children:
-        return None
     return Node(
         _registered_keys(obj, definition, len(children)),
         children,
@@ -128,16 +149,16 @@ def _plain_key(entry: Any) -> Any:
     return Field(getattr(entry, "name", entry))
 
 
-def _open_dataclass(obj: Any) -> Node | None:
+def _open_dataclass(obj: Any) -> Node:
     names = [Field(field.name) for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
-    if not names:
-        return None
 
     def rebuild(children: Sequence[Any]) -> Any:
         # Not the constructor: it may compute, check, or not take every field.
-        like = copy.copy(obj)
+        like = obj.__new__(type(obj))
+        if hasattr(obj, "__dict__"):
+            vars(like).update(vars(obj))
         for name, child in zip(names, children, strict=True):
             object.__setattr__(like, name, child)
         return like
 
-    return Node(names, [getattr(obj, name) for name in names], rebuild)
+    return Node(names, [getattr(obj, name) for name in names], rebuild, context=names)

@@ -1,0 +1,55 @@
+"""What holds in one thread, and must hold in the threads that work for it."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from paceline.tensors import devices as dev
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Grad mode, inference mode, autocast, default device, and how many threads an operation may use."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+    threads: int
+
+    @classmethod
+    def of_caller(cls) -> "Surroundings":
+        """Those of the calling thread."""
+        kinds = {"cpu", dev.current().type}
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            threads=torch.get_num_threads(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make them hold in the calling thread, which must be a new one."""
+        # OpenMP and MKL keep this number for each thread, and a new thread starts with the machine's.
+        torch.set_num_threads(self.threads)
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
+            yield
+
+    def _contexts(self) -> Iterator[AbstractContextManager[object]]:
+        # Only what differs from a new thread's own: each context costs time in every replica.
+        if self.inference:
+            yield torch.inference_mode()
+        yield torch.set_grad_enabled(self.grad)
+        for kind, dtype in self.autocast:
+            yield torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+        if self.default_device != dev.CPU:
+            yield self.default_device
