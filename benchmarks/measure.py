@@ -94,7 +94,7 @@ def report(title: str, rows: Sequence[Row], path: Path | None) -> None:
         sign = "<=" if row.at_most else ">="
         verdict = "met" if row.met else "MISSED"
         table.add_row(row.what, sides, f"{row.figure}: {row.value:.3g}", f"{sign} {row.target:.3g} {verdict}")
-    Console().print(table)
+    Console(width=120).print(table)
     if path is not None:
         figures = [{**asdict(row), "met": row.met} for row in rows]
         path.write_text(json.dumps({"machine": machine(), "rows": figures}, indent=2) + "\n")

@@ -6,9 +6,9 @@ read from the module when it is stamped, and a changed tree no longer fits its b
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
-from operator import is_, or_
+from operator import is_
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -107,19 +107,15 @@ class Blueprint(Generic[M]):
         homes = {tensor.device for tensor in tensors}
         if home is not None and not homes <= {home}:
             self.check_home(home)
-        trained = [] if detach else [*{id(t): t for t in tensors if t.requires_grad}.values()]
-        detached = {id(t): t.detach() for t in _present(self._parameters)} if detach else {}
+        trained = {} if detach else {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+        detached = {id(p): p.detach() for p in _present(self._parameters)} if detach else {}
         replicas: Replicas[M] = Replicas()
-        replicas.copies = _broadcast(trained, devices)
+        replicas.copies = _broadcast([*trained.values()], devices)
         for number, device in enumerate(devices):
-            stand_ins = dict(zip(map(id, trained), replicas.copies[number], strict=True))
-            if homes <= {device}:
-                stand_ins |= detached
-            else:
-                _move(_present(self._parameters), device, stand_ins)
-            if number > 0 or not homes <= {device}:
-                _move(_present(self._buffers), device, stand_ins, copy=number > 0)
-            replicas.append(self._stamp_one(stand_ins))
+            copies = dict(zip(trained, replicas.copies[number], strict=True))
+            moved = {} if homes <= {device} else _moved(tensors, device, copies)
+            buffers = _copied(_present(self._buffers), device) if number > 0 else {}
+            replicas.append(self._stamp_one({**detached, **buffers, **moved, **copies}))
         return replicas
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -138,13 +134,12 @@ class Blueprint(Generic[M]):
             )
         parameters = _swapped(self._parameters, stand_ins)
         buffers = _swapped(self._buffers, stand_ins)
-        own = [
-            {"_parameters": p, "_buffers": b, "_modules": c, "_is_replica": True}
-            for p, b, c in zip(parameters, buffers, children, strict=True)
-        ]
-        states = [*map(or_, self._states, own)]
+        states = [*map(dict.copy, self._states)]
         for number in self._special:
-            states[number] = {**states[number], **vars(replicas[number]), **own[number]}
+            states[number].update(vars(replicas[number]))
+        for state, own, buffer, child in zip(states, parameters, buffers, children, strict=True):
+            state["_parameters"], state["_buffers"], state["_modules"] = own, buffer, child
+            state["_is_replica"] = True
         deque(map(_set_state, replicas, states), maxlen=0)
         for number in self._special:
             _tell(replicas[number], parameters[number])
@@ -168,20 +163,16 @@ def _present(tables: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     return [tensor for tensor in chain.from_iterable(map(dict.values, tables)) if tensor is not None]
 
 
-def _move(
-    tensors: Iterable[torch.Tensor],
-    device: torch.device,
-    stand_ins: dict[int, torch.Tensor],
-    *,
-    copy: bool = False,
-) -> None:
-    """Add stand-ins on the device for the tensors that have none yet, and elsewhere or to be copied."""
-    for tensor in tensors:
-        if id(tensor) not in stand_ins:
-            if tensor.device != device:
-                stand_ins[id(tensor)] = dev.send(tensor.detach(), device)
-            elif copy:
-                stand_ins[id(tensor)] = tensor.detach().clone()
+def _moved(
+    tensors: Iterable[torch.Tensor], device: torch.device, known: Container[int]
+) -> dict[int, torch.Tensor]:
+    """What stands in on the device for the tensors that are elsewhere and not known to have a stand-in."""
+    return {id(t): dev.send(t.detach(), device) for t in tensors if t.device != device and id(t) not in known}
+
+
+def _copied(buffers: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
+    """What stands in for the buffers that are on the device, but only one replica may update."""
+    return {id(b): b.detach().clone() for b in buffers if b.device == device}
 
 
 def _broadcast(
@@ -195,7 +186,10 @@ def _broadcast(
 
 def _swapped(tables: Sequence[dict[str, Any]], stand_ins: dict[int, torch.Tensor]) -> list[dict[str, Any]]:
     # By id, because hashing a tensor is slow; the module keeps the tensors alive meanwhile.
-    return [{name: stand_ins.get(id(tensor), tensor) for name, tensor in table.items()} for table in tables]
+    return [
+        {name: stand_ins.get(id(tensor), tensor) for name, tensor in table.items()} if table else {}
+        for table in tables
+    ]
 
 
 def _tell(replica: nn.Module, parameters: dict[str, torch.Tensor | None]) -> None:

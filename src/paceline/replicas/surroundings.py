@@ -16,7 +16,7 @@ class Surroundings:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     default_device: torch.device
     threads: int
@@ -28,7 +28,7 @@ class Surroundings:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
+            autocast=tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             threads=torch.get_num_threads(),
@@ -44,12 +44,20 @@ class Surroundings:
                 stack.enter_context(context)
             yield
 
+    def restore(self) -> None:
+        """Make them hold again in the thread that they are of, whatever ran there set without a context."""
+        torch.set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
     def _contexts(self) -> Iterator[AbstractContextManager[object]]:
         # Only what differs from a new thread's own: each context costs time in every replica.
         if self.inference:
             yield torch.inference_mode()
         yield torch.set_grad_enabled(self.grad)
-        for kind, dtype in self.autocast:
-            yield torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+        for kind, enabled, dtype in self.autocast:
+            if enabled:
+                yield torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
         if self.default_device != dev.CPU:
             yield self.default_device

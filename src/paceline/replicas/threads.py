@@ -1,5 +1,6 @@
 """Run one call a replica at the same time, and tell which replica failed."""
 
+import contextvars
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ R = TypeVar("R")
 def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) -> list[R]:
     """Run every call in a thread of its own, and return the results in order when all threads have ended.
 
-    What holds around the caller holds in the threads. The first error, by order of the calls, is raised again
-    with its type kept and its place told: ``Caught KeyError in replica 1 …``. A single call needs no thread.
+    The first call's thread is the caller's, which would only wait otherwise. What holds around the caller
+    holds in the other threads too. The first error, by order of the calls, is raised again with its type kept
+    and its place told: ``Caught KeyError in replica 1 …``.
 
     Args:
         calls: what to run.
@@ -29,10 +31,7 @@ def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) 
         except BaseException as error:
             errors[index] = error
 
-    if len(calls) == 1:
-        run(0)
-    else:
-        _in_threads(run, len(calls))
+    _in_threads(run, len(calls))
     if errors:
         _raise_first(errors, place)
     return [results[index] for index in range(len(calls))]
@@ -46,16 +45,19 @@ def _in_threads(run: Callable[[int], None], count: int) -> None:
             run(index)
 
     threads = [
-        threading.Thread(target=work, args=(index,), name=f"replica {index}") for index in range(count)
+        threading.Thread(target=contextvars.copy_context().run, args=(work, index), name=f"replica {index}")
+        for index in range(1, count)
     ]
     started = []
     try:
         for thread in threads:
             thread.start()
             started.append(thread)
+        run(0)
     finally:
         for thread in started:
             thread.join()
+        surroundings.restore()
 
 
 def _raise_first(errors: dict[int, BaseException], place: Callable[[int], str]) -> NoReturn:
