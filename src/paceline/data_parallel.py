@@ -62,12 +62,12 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
         self.module = module
         self.dim = dim
         devices = _devices(device_ids)
-        self.device_ids: list[Any] = [*map(_as_torch_names_it, devices)]
+        self.device_ids: list[Any] = [*map(dev.as_torch_names, devices)]
         self.src_device_obj = devices[0] if devices else dev.CPU
         output = self.src_device_obj
         if devices and output_device is not None:  # without devices, as torch, nothing is made of it
             output = dev.CPU if output_device == -1 else dev.resolve(output_device)
-        self.output_device: Any = _as_torch_names_it(output)
+        self.output_device: Any = dev.as_torch_names(output)
         if len(devices) == 1:
             self.module.to(devices[0])
 
@@ -169,18 +169,13 @@ def _devices(device_ids: Iterable[DeviceLike] | None) -> tuple[torch.device, ...
         # As torch, which leaves MPS out.
         return tuple(device for device in dev.all_accelerators() if device.type != "mps")
     given = [*device_ids]
-    if given and dev.current() == dev.CPU and all(type(device) is int for device in given):
+    if given and dev.accelerator_type() is None and all(type(device) is int for device in given):
         # As torch: a script written for accelerators runs on a machine without.
         warnings.warn(
             f"no accelerator here: the module is called as it is (device_ids: {given})", stacklevel=3
         )
         return ()
     return dev.resolve_all(given)
-
-
-def _as_torch_names_it(device: torch.device) -> int | torch.device:
-    """The index of an accelerator's device, as code written for torch's wrapper expects."""
-    return device if device == dev.CPU or device.type != dev.current().type else device.index
 
 
 def _policy(gather: str) -> _Gather:

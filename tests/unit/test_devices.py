@@ -57,7 +57,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(
         torch, "get_device_module", lambda kind=None: card if kind == "cuda" else module_of(kind)
     )
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", card.device_count)
     dev._copy_stream.cache_clear()
     yield card

@@ -37,7 +37,7 @@ def parallel_apply(
         return []
     placed = [_place(device, given) for device, given in zip(devices, inputs, strict=True)]
     calls = [*map(_call, modules, inputs, kwargs_tup, placed)]
-    return run_together(calls, lambda i: f"in replica {i} on device {_name(placed[i])}")
+    return run_together(calls, lambda i: f"in replica {i} on device {dev.as_torch_names(placed[i])}")
 
 
 def _call(module: nn.Module, given: Any, kwargs: dict[str, Any], device: torch.device) -> Callable[[], Any]:
@@ -59,9 +59,3 @@ def _place(device: DeviceLike | None, given: Any) -> torch.device:
         if isinstance(leaf, torch.Tensor):
             return leaf.device
     return dev.current()
-
-
-def _name(device: torch.device) -> str:
-    """An accelerator's index, as torch writes it, or the device's own name."""
-    accelerator = torch.accelerator.current_accelerator()
-    return str(device.index) if accelerator is not None and accelerator.type == device.type else str(device)

@@ -24,7 +24,7 @@ class Surroundings:
     @classmethod
     def of_caller(cls) -> "Surroundings":
         """Those of the calling thread."""
-        kinds = {"cpu", dev.current().type}
+        kinds = {"cpu", dev.accelerator_type() or "cpu"}
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),

@@ -27,7 +27,9 @@ def resolve(device: DeviceLike) -> torch.device:
         return CPU
     _check_type(device)
     if isinstance(device, int):
-        return _existing(_accelerator_type(device), device, device)
+        if (kind := accelerator_type()) is None:
+            raise DeviceError(f"no accelerator here for a device index (device: {device}); name it: 'cpu'")
+        return _existing(kind, device, device)
     try:
         named = torch.device(device)
     except RuntimeError as error:
@@ -47,16 +49,26 @@ def resolve_all(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
 
 def all_accelerators() -> tuple[torch.device, ...]:
     """Each device of the current accelerator; none on a machine without one."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return ()
-    return tuple(torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
+    kind = accelerator_type()
+    return () if kind is None else tuple(torch.device(kind, index) for index in range(_count(kind)))
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that this machine has, if any."""
+    # A build for an accelerator names it even where there is none to be had.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+def as_torch_names(device: torch.device) -> int | torch.device:
+    """An accelerator's device by its index, as torch's DataParallel does; any other as it is."""
+    return device.index if device.type == accelerator_type() else device
 
 
 def current() -> torch.device:
     """The calling thread's current accelerator device, or the CPU on a machine without one."""
-    accelerator = torch.accelerator.current_accelerator()
-    return CPU if accelerator is None else torch.device(accelerator.type, current_index(accelerator.type))
+    kind = accelerator_type()
+    return CPU if kind is None else torch.device(kind, current_index(kind))
 
 
 def current_index(device_type: str) -> int:
@@ -119,13 +131,6 @@ def _check_type(device: object) -> None:
 
 def _module(device_type: str) -> Any:
     return torch.get_device_module(device_type)
-
-
-def _accelerator_type(index: int) -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        raise DeviceError(f"no accelerator here for a device index (device: {index}); name the device: 'cpu'")
-    return accelerator.type
 
 
 def _existing(device_type: str, index: int | None, given: DeviceLike) -> torch.device:
