@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    # The cores are shared out over the replicas: each replica's own threads come on top of its own.
+    # Each replica may use so many threads at once: the cores are shared out.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // arguments.replicas))
 
     data = load()

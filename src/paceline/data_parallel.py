@@ -30,8 +30,10 @@ class _Gather(enum.Enum):
 class DataParallel(nn.DataParallel[M], Generic[M]):
     """Splits a batch over devices, runs a replica of the module on each, and joins the outputs.
 
-    Gradients of all replicas sum into the module. It is an ``nn.DataParallel`` by type only, so that
-    ``isinstance`` checks in other code hold.
+    Gradients of all replicas sum into the module. CPU replicas share torch's one random generator, so that
+    activation checkpointing around dropout recomputes other masks than forward drew.
+
+    It is an ``nn.DataParallel`` by type only, so that ``isinstance`` checks in other code hold.
 
     Args:
         module: the module; its parameters and buffers must be on the first device.
@@ -108,16 +110,18 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
 
     def __getstate__(self) -> dict[str, Any]:
         # The blueprint knows this very module; a copy draws its own.
-        return {**self.__dict__, "_blueprint": None}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_blueprint": None}
 
     def _outputs(self, pieces: Sequence[Any], keywords: Sequence[Any]) -> Sequence[Any]:
         replicas = self.replicate(self.module, self.device_ids[: len(pieces)])
         if not isinstance(replicas, Replicas) or not self._runs_backward_in_threads():
             return self.parallel_apply(replicas, pieces, keywords)
-        separated = [backward.separate(given) for given in zip(pieces, keywords, strict=True)]
-        given, ends = zip(*separated, strict=True)
-        outputs = self.parallel_apply(replicas, *zip(*given, strict=True))
-        return backward.together(outputs, replicas.copies, ends)
+        arguments = [*map(backward.Arguments.of, zip(pieces, keywords, strict=True))]
+        outputs = self.parallel_apply(replicas, *zip(*(own.given for own in arguments), strict=True))
+        for own in arguments:
+            own.tell_of_writes()
+        return backward.together(outputs, replicas.copies, arguments)
 
     def _current_blueprint(self) -> Blueprint[M]:
         blueprint = self._blueprint

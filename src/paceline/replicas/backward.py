@@ -16,18 +16,21 @@ that is changed in place, or leads to another end, would count twice. So what a 
 end itself, but a clone of it; the parameters' copies, which would be dear to clone, are looked at afterwards.
 
 Note [Backward of a backward]
-The engine must never enter a replica's graph by itself, because it would free what a later thread needs.
+The engine must not enter a replica's graph by itself, because it would free what a later thread needs.
 So what the threads compute under ``create_graph`` gets such a node in its turn, with the gradients they were
-given among its ends, and from then on the replicas' graphs are retained until they are dropped.
+given among its ends, and from then on the replicas' graphs are retained until they are dropped. They are
+retained too if the engine will enter them after the node, from something that forward left outside its
+outputs (an auxiliary loss, say): it tells so of the last nodes before the ends.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, increment_version
 
 from paceline.replicas.threads import run_together
 from paceline.tensors import tree
@@ -39,42 +42,66 @@ def is_possible() -> bool:
     return torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
-def separate(given: Any) -> tuple[Any, list[torch.Tensor]]:
-    """What to call a replica with in the place of its arguments, and the ends of its graph among them."""
-    ends: list[torch.Tensor] = []
+@dataclass(frozen=True)
+class Arguments:
+    """What one replica is called with.
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if not leaf.requires_grad:
-            return leaf.data  # the same memory, but no view and a version of its own: it may be written into
-        ends.append(leaf.view_as(leaf))
-        return ends[-1].clone()
+    Attributes:
+        given: its arguments, with tensors of our own in the place of the tensors.
+        ends: what its graph ends at among them.
+        aliases: the tensors that need no gradient, each with the one in its place.
+    """
 
-    return tree.map_leaves(own, given), ends
+    given: Any
+    ends: list[torch.Tensor]
+    aliases: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, given: Any) -> "Arguments":
+        """The same arguments, made the replica's own. See Note [Nobody else has the ends]."""
+        ends: list[torch.Tensor] = []
+        aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.requires_grad:
+                ends.append(leaf.view_as(leaf))
+                return ends[-1].clone()
+            # The same memory, but no view, and a version of its own: replicas may write into their parts.
+            aliases.append((leaf, leaf.data))
+            return aliases[-1][1]
+
+        return cls(tree.map_leaves(own, given), ends, aliases)
+
+    def tell_of_writes(self) -> None:
+        """Let torch know that the caller's memory changed where forward wrote into an alias of it."""
+        for leaf, alias in self.aliases:
+            if alias._version:
+                increment_version(leaf)
 
 
 def together(
-    outputs: Sequence[Any], copies: Sequence[Sequence[torch.Tensor]], inputs: Sequence[Sequence[torch.Tensor]]
+    outputs: Sequence[Any], copies: Sequence[Sequence[torch.Tensor]], arguments: Sequence[Arguments]
 ) -> Sequence[Any]:
     """The replicas' outputs, such that their backward runs in a thread a replica where that is possible.
 
     Args:
         outputs: one nested output a replica.
         copies: for each replica, its differentiable copies of the module's tensors.
-        inputs: for each replica, the ends among its inputs.
+        arguments: for each replica, what it was called with.
     """
     shares = [
-        _Share(_differentiable(tree.leaves(output)), ends := [*own, *given], ends)
-        for output, own, given in zip(outputs, copies, inputs, strict=True)
+        _Share(_differentiable(tree.leaves(output)), ends := [*own, *its.ends], ends)
+        for output, own, its in zip(outputs, copies, arguments, strict=True)
     ]
-    if not all(map(_untouched, copies)) or not _can_join(shares):
+    if not all(map(_untouched, copies)) or not all(share.outputs for share in shares):
         return outputs
-    joined = iter(_join(shares, _Graphs()))
-    return [
-        tree.map_leaves(lambda leaf: next(joined) if _is_differentiable(leaf) else leaf, output)
-        for output in outputs
-    ]
+    if (parts := _parts(shares)) is None:
+        return outputs
+    left = [id(output) for share in shares for output in share.outputs]
+    joined = dict(zip(left, _join(shares, parts, _Graphs()), strict=True))
+    return [tree.map_leaves(lambda leaf: joined.get(id(leaf), leaf), output) for output in outputs]
 
 
 @dataclass
@@ -98,36 +125,65 @@ class _Share:
     ends: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
 
-    def is_closed(self) -> bool:
-        """Whether the graph leads to nothing but the ends. See Note [Where a replica's graph ends]."""
+    def last_nodes(self) -> list[Node] | None:
+        """The nodes before the ends, or None if the graph leads anywhere else.
+
+        See Note [Where a replica's graph ends].
+        """
         ends = {_edge(end) for end in self.ends}
         walls = {node for node, _ in ends}
-        edges = [(output.grad_fn, output.output_nr) for output in self.outputs]
+        edges = [_edge(output) for output in self.outputs]
         seen: set[Node] = set()
+        last: list[Node] = []
         while edges:
             node, number = edges.pop()
             if node in walls:
                 if (node, number) not in ends:
-                    return False
-            elif node is not None and node not in seen:
-                if not node.next_functions or _forbids_ends(node):
-                    return False
+                    return None
+            elif node not in seen:
+                following = [(after, n) for after, n in node.next_functions if after is not None]
+                if not following or _forbids_ends(node):
+                    return None
                 seen.add(node)
-                edges.extend(node.next_functions)
-        return True
+                edges.extend(following)
+                if any(after in walls for after, _ in following):
+                    last.append(node)
+        return last
 
 
-def _edge(end: torch.Tensor) -> tuple[Node | None, int]:
-    if end.grad_fn is not None:
-        return end.grad_fn, end.output_nr
-    edge = get_gradient_edge(end)
+class _Part(NamedTuple):
+    """What backward needs of a share: no values of its outputs, so none are kept alive."""
+
+    outputs: Sequence[GradientEdge]
+    ends: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    last_nodes: Sequence[Node]
+
+
+def _parts(shares: Sequence[_Share]) -> list[_Part] | None:
+    parts = []
+    for share in shares:
+        if (last := share.last_nodes()) is None:
+            return None
+        parts.append(_Part([*map(get_gradient_edge, share.outputs)], share.ends, share.sources, last))
+    return parts
+
+
+def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
+    if tensor.grad_fn is not None:  # quicker than to ask torch
+        return tensor.grad_fn, tensor.output_nr
+    edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 def _forbids_ends(node: Node) -> bool:
     # Re-entrant checkpointing, torch's or another's, asks torch whether the backward has chosen ends.
+    # torch 2.13: the class of a node that Python wrote names the Function that it belongs to.
     function = getattr(type(node), "_forward_cls", None)
-    return function is not None and "_is_checkpoint_valid" in function.backward.__code__.co_names
+    if function is None:
+        return False
+    code = getattr(inspect.unwrap(function.backward), "__code__", None)
+    return code is None or "_is_checkpoint_valid" in code.co_names
 
 
 def _untouched(copies: Sequence[torch.Tensor]) -> bool:
@@ -138,21 +194,16 @@ def _untouched(copies: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _can_join(shares: Sequence[_Share]) -> bool:
-    return all(share.outputs and share.is_closed() for share in shares)
-
-
-def _is_differentiable(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 def _differentiable(leaves: Iterable[object]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    """Those that require a gradient, each once."""
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return [*found.values()]
 
 
-def _join(shares: Sequence[_Share], graphs: _Graphs) -> Sequence[torch.Tensor]:
+def _join(shares: Sequence[_Share], parts: Sequence[_Part], graphs: _Graphs) -> Sequence[torch.Tensor]:
+    outputs = [output.detach() for share in shares for output in share.outputs]
     sources = [source for share in shares for source in share.sources]
-    joined = _Together.apply(graphs, shares, *sources)  # type: ignore[no-untyped-call]
+    joined = _Together.apply(graphs, parts, outputs, *sources)  # type: ignore[no-untyped-call]
     return cast("Sequence[torch.Tensor]", joined)
 
 
@@ -164,24 +215,31 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: _Graphs, shares: Sequence[_Share], *_sources: torch.Tensor
+        ctx: Any,
+        graphs: _Graphs,
+        parts: Sequence[_Part],
+        outputs: Sequence[torch.Tensor],
+        *_sources: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graphs = graphs
-        # Edges instead of the outputs: backward needs no values of theirs, so none are kept alive.
-        ctx.parts = [(_edges(share.outputs), share.ends, share.sources) for share in shares]
-        return tuple(output.detach() for share in shares for output in share.outputs)
+        ctx.parts = parts
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         remaining = iter(gradients)
-        given = [[next(remaining) for _ in outputs] for outputs, _, _ in ctx.parts]
+        given = [[next(remaining) for _ in part.outputs] for part in ctx.parts]
+        # torch 2.13: whether the backward that is running will come to a node.
+        if any(torch._C._will_engine_execute_node(node) for part in ctx.parts for node in part.last_nodes):
+            ctx.graphs.lasting = True
         run = _run_differentiably if torch.is_grad_enabled() else _run
-        return (None, None, *(gradient for own in run(ctx.parts, given, ctx.graphs) for gradient in own))
+        found = run(ctx.parts, given, ctx.graphs)
+        return (None, None, None, *(gradient for own in found for gradient in own))
 
 
 def _run_differentiably(
-    parts: Sequence[Any], given: Sequence[Gradients], graphs: _Graphs
+    parts: Sequence[_Part], given: Sequence[Gradients], graphs: _Graphs
 ) -> Sequence[Gradients]:
     """The ends' gradients, behind a node of their own. See Note [Backward of a backward]."""
     graphs.lasting = True
@@ -190,17 +248,18 @@ def _run_differentiably(
     shares = [
         _Share(
             _differentiable(mine),
-            [*ends, *_differentiable(ours)],
-            [*sources, *_differentiable(theirs)],
+            [*part.ends, *_differentiable(ours)],
+            [*part.sources, *_differentiable(theirs)],
         )
-        for mine, (_, ends, sources), ours, theirs in zip(found, parts, own, given, strict=True)
+        for mine, part, ours, theirs in zip(found, parts, own, given, strict=True)
     ]
     if not any(share.outputs for share in shares):
         return found
-    if not all(share.is_closed() for share in shares):
+    if (parts_again := _parts(shares)) is None:
         return _run(parts, given, graphs)
-    joined = iter(_join(shares, graphs))
-    return [[next(joined) if _is_differentiable(g) else g for g in mine] for mine in found]
+    left = [id(output) for share in shares for output in share.outputs]
+    joined = dict(zip(left, _join(shares, parts_again, graphs), strict=True))
+    return [[joined.get(id(gradient), gradient) for gradient in mine] for mine in found]
 
 
 def _own(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -208,34 +267,23 @@ def _own(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.detach().requires_grad_() if gradient is not None and gradient.requires_grad else gradient
 
 
-def _run(parts: Sequence[Any], given: Sequence[Gradients], graphs: _Graphs) -> Sequence[Gradients]:
-    calls = [
-        _backward_call(outputs, gradients, ends, graphs)
-        for (outputs, ends, _), gradients in zip(parts, given, strict=True)
-    ]
+def _run(parts: Sequence[_Part], given: Sequence[Gradients], graphs: _Graphs) -> Sequence[Gradients]:
+    calls = [_backward_call(part, gradients, graphs) for part, gradients in zip(parts, given, strict=True)]
     return run_together(calls, lambda i: f"in backward of replica {i} on device cpu")
 
 
-def _edges(tensors: Iterable[torch.Tensor]) -> list[GradientEdge]:
-    return [get_gradient_edge(tensor) for tensor in tensors]
-
-
-def _backward_call(
-    outputs: Sequence[GradientEdge], gradients: Gradients, ends: Sequence[torch.Tensor], graphs: _Graphs
-) -> Callable[[], Gradients]:
-    reached = [
-        (edge, gradient) for edge, gradient in zip(outputs, gradients, strict=True) if gradient is not None
-    ]
+def _backward_call(part: _Part, gradients: Gradients, graphs: _Graphs) -> Callable[[], Gradients]:
+    reached = [(edge, g) for edge, g in zip(part.outputs, gradients, strict=True) if g is not None]
     create_graph = torch.is_grad_enabled()
     # torch 2.13: whether the backward that is running was asked to retain its graph.
     retain_graph = graphs.lasting or torch._C._autograd._get_current_graph_task_keep_graph()
 
     def call() -> Gradients:
-        if not reached or not ends:
-            return [None] * len(ends)
+        if not reached or not part.ends:
+            return [None] * len(part.ends)
         return torch.autograd.grad(
             [edge for edge, _ in reached],
-            ends,
+            part.ends,
             [gradient for _, gradient in reached],
             retain_graph=retain_graph,
             create_graph=create_graph,

@@ -70,12 +70,15 @@ class Blueprint(Generic[M]):
             for number, children in enumerate(self._children)
             if children
         ]
-        self._special = [number for number, part in enumerate(self._parts) if _is_special(type(part))]
+        self._kinds = [*map(type, self._parts)]
+        self._copy_themselves = [n for n, kind in enumerate(self._kinds) if _copies_itself(kind)]
+        self._watch = [n for n, kind in enumerate(self._kinds) if _watches_assignments(kind)]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the module's tree is still the one that was walked."""
         return (
             module is self._parts[0]
+            and self._kinds == [*map(type, self._parts)]
             and self._counts == [*map(len, self._children)]
             and self._keys == [*chain.from_iterable(self._children)]
             and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._children))))
@@ -124,8 +127,8 @@ class Blueprint(Generic[M]):
 
     def _stamp_one(self, stand_ins: dict[int, torch.Tensor]) -> M:
         # Whole lists at a time, because this is done at each call, for each part of the tree.
-        replicas: list[Any] = [*map(_new, map(type, self._parts)), None]
-        for number in self._special:
+        replicas: list[Any] = [*map(_new, self._kinds), None]
+        for number in self._copy_themselves:
             replicas[number] = self._parts[number]._replicate_for_data_parallel()
         children: list[dict[str, Any]] = [{} for _ in self._parts]
         for number, places in self._parents:
@@ -135,28 +138,31 @@ class Blueprint(Generic[M]):
         parameters = _swapped(self._parameters, stand_ins)
         buffers = _swapped(self._buffers, stand_ins)
         states = [*map(dict.copy, self._states)]
-        for number in self._special:
+        for number in self._copy_themselves:
             states[number].update(vars(replicas[number]))
         for state, own, buffer, child in zip(states, parameters, buffers, children, strict=True):
             state["_parameters"], state["_buffers"], state["_modules"] = own, buffer, child
             state["_is_replica"] = True
+            state["_compiled_call_impl"] = None  # what m.compile() made calls the module, not the replica
         deque(map(_set_state, replicas, states), maxlen=0)
-        for number in self._special:
+        for number in self._watch:
             _tell(replicas[number], parameters[number])
         return cast("M", replicas[0])
 
 
-# Without nn.Module's own ways, which would look into what is assigned.
+# torch 2.13: without nn.Module's own ways, which would look into what is assigned.
 _new = object.__new__
 _set_state = nn.Module.__dict__["__dict__"].__set__
 
 
-def _is_special(kind: type[nn.Module]) -> bool:
-    """Whether the class copies itself, is made, or watches assignments in its own way, as torch's LSTM."""
-    ways = ("_replicate_for_data_parallel", "__setattr__")
-    return kind.__new__ is not object.__new__ or any(
-        getattr(kind, w) is not getattr(nn.Module, w) for w in ways
-    )
+def _copies_itself(kind: type[nn.Module]) -> bool:
+    """Whether the class is copied or made in its own way, as torch's recurrent layers are."""
+    own = kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+    return own or kind.__new__ is not object.__new__
+
+
+def _watches_assignments(kind: Any) -> bool:
+    return kind.__setattr__ is not nn.Module.__setattr__
 
 
 def _present(tables: Sequence[dict[str, Any]]) -> list[torch.Tensor]:

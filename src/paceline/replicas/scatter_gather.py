@@ -103,8 +103,10 @@ class _Cutter:
         self._root = root
         self._only = devices[0] if devices.count(devices[0]) == len(devices) else None
         self._first: tuple[Path, int] | None = None
+        self.cuts = 0
 
     def cut(self, tensor: torch.Tensor, path: Path) -> tuple[torch.Tensor, ...]:
+        self.cuts += 1
         try:
             chunks: tuple[torch.Tensor, ...] = tensor.chunk(len(self.devices), self._dim)
         except (IndexError, RuntimeError) as error:
@@ -137,12 +139,16 @@ def _scatter(obj: Any, path: Path, cutter: _Cutter) -> list[Any]:
     node = tree.open_node(obj)
     if node is None or not node.children:
         return [obj] * len(cutter.devices)
+    cuts = cutter.cuts
     columns = [
         cutter.cut(child, (path, key))
         if isinstance(child, torch.Tensor)
         else _scatter(child, (path, key), cutter)
         for key, child in zip(node.keys, node.children, strict=True)
     ]
+    if cutter.cuts == cuts and not isinstance(obj, tuple | list | dict):
+        # An object of the user's that holds no tensor is one for all replicas, as it is with torch.
+        return [obj] * len(cutter.devices)
     # Columns without a tensor are as long as the list of devices, the others may be shorter, all alike.
     return [*map(node.rebuild, zip(*columns, strict=False))]
 

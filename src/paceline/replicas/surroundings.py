@@ -45,7 +45,7 @@ class Surroundings:
             yield
 
     def restore(self) -> None:
-        """Make them hold again in the thread that they are of, whatever ran there set without a context."""
+        """Undo what ran in the thread that they are of did to grad mode and autocast outside any context."""
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)

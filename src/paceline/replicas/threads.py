@@ -65,8 +65,10 @@ def _raise_first(errors: dict[int, BaseException], place: Callable[[int], str]) 
     error = errors[index]
     # An error's traceback leads to the frames that hold it: without this they would form a cycle.
     errors.clear()
+    retold = None
     try:
-        if (retold := _retell(error, place(index))) is None:
+        retold = _retell(error, place(index))
+        if retold is None:
             raise error
         raise retold from error
     finally:
@@ -86,6 +88,8 @@ def _retell(error: BaseException, place: str) -> BaseException | None:
         error.add_note(f"Caught {place}.")
         return None
     vars(retold).update(vars(error))
+    if place not in str(retold):  # a type may show something else than its message
+        retold.add_note(f"Caught {place}.")
     return retold
 
 

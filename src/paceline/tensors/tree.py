@@ -8,12 +8,14 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 # torch 2.13: the registry that register_pytree_node fills. There is no public way to open one level.
 from torch.utils._pytree import SUPPORTED_NODES as _REGISTERED
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
 # Path pieces from the root: (parent path, key). A linked list, because most paths are never shown.
 Path = tuple[Any, Any] | None
@@ -78,11 +80,12 @@ def leaves(obj: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], obj: Any) -> Any:
-    """The same structure with every leaf changed."""
+    """The same structure with every leaf changed; a container in which nothing changed is kept as it is."""
     node = open_node(obj)
     if node is None:
         return change(obj)
-    return node.rebuild([map_leaves(change, child) for child in node.children])
+    children = [map_leaves(change, child) for child in node.children]
+    return obj if all(map(is_, children, node.children)) else node.rebuild(children)
 
 
 def is_namedtuple(obj: object) -> bool:
@@ -142,11 +145,14 @@ def _registered_keys(obj: Any, definition: Any, count: int) -> Sequence[Any]:
 
 
 def _plain_key(entry: Any) -> Any:
-    # torch's entries carry their key as .key (mappings), .idx (sequences) or .name (attributes).
-    for attribute in ("key", "idx"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return Field(getattr(entry, "name", entry))
+    match entry:
+        case MappingKey(key):
+            return key
+        case SequenceKey(index):
+            return index
+        case GetAttrKey(name):
+            return Field(name)
+    return entry
 
 
 def _open_dataclass(obj: Any) -> Node:
