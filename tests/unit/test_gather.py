@@ -2,15 +2,28 @@ import dataclasses
 import gc
 import re
 import weakref
-from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from containers import (
+    Box,
+    Computed,
+    Frozen,
+    FrozenOwnSlots,
+    KeyedBox,
+    Names,
+    Nothing,
+    Pair,
+    Plain,
+    Tagged,
+    rows,
+)
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._pytree import MappingKey, register_constant, register_pytree_node
+from torch.utils._pytree import register_constant, register_pytree_node
 
 from paceline import (
     DeviceError,
@@ -27,9 +40,6 @@ SCALARS = (
     "will instead unsqueeze and return a vector."
 )
 
-Pair = namedtuple("Pair", ["a", "b"])
-Nothing = namedtuple("Nothing", [])
-
 
 class Summed(NamedTuple("Summed", [("a", Any), ("b", Any)])):
     """A namedtuple whose constructor is not for rebuilding."""
@@ -40,41 +50,8 @@ class Summed(NamedTuple("Summed", [("a", Any), ("b", Any)])):
         return super().__new__(cls, a, a.sum(0, keepdim=True))
 
 
-class Names(list):
-    pass
-
-
 class Table(dict):
     """A dict registered without keys."""
-
-
-@dataclasses.dataclass
-class Plain:
-    x: Any
-    note: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Any
-    note: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenOwnSlots:
-    __slots__ = ("note", "x")
-    x: Any
-    note: Any
-
-
-@dataclasses.dataclass
-class Computed:
-    x: torch.Tensor
-    doubled: torch.Tensor = dataclasses.field(init=False)
-    scale: dataclasses.InitVar[int] = 2
-
-    def __post_init__(self, scale: int) -> None:
-        self.doubled = self.x * scale
 
 
 @dataclasses.dataclass
@@ -88,31 +65,11 @@ class Fieldless:
     pass
 
 
-class Box:
-    def __init__(self, *items: Any, label: str = "") -> None:
-        self.items = items
-        self.label = label
-
-
-class KeyedBox(Box):
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Constant:
     value: int = 1
 
 
-register_pytree_node(Box, lambda box: (box.items, box.label), lambda new, label: Box(*new, label=label))
-register_pytree_node(
-    KeyedBox,
-    lambda box: (box.items, box.label),
-    lambda new, label: KeyedBox(*new, label=label),
-    flatten_with_keys_fn=lambda box: (
-        [(MappingKey(f"k{i}"), item) for i, item in enumerate(box.items)],
-        box.label,
-    ),
-)
 register_pytree_node(
     Table,
     lambda table: ([*table.values()], [*table]),
@@ -121,29 +78,11 @@ register_pytree_node(
 register_constant(Constant)
 
 
-class Tagged(torch.Tensor):
-    """A tensor subclass, kept by every operation."""
-
-
-def rows(count: int, columns: int = 2) -> torch.Tensor:
-    return torch.arange(float(count * columns)).reshape(count, columns)
-
-
 def late(**fields: Any) -> Late:
     obj = Late()
     for name, value in fields.items():
         setattr(obj, name, value)
     return obj
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """No collection by itself; one that is asked for sees only what the test made."""
-    gc.disable()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    gc.enable()
 
 
 @pytest.mark.parametrize("device", ["cpu", -1, torch.device("cpu"), "cpu:0"], ids=repr)

@@ -1,15 +1,26 @@
-import dataclasses
 import gc
 import re
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from containers import (
+    Box,
+    Computed,
+    Frozen,
+    FrozenOwnSlots,
+    KeyedBox,
+    Names,
+    Nothing,
+    Pair,
+    Plain,
+    Tagged,
+    rows,
+)
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._pytree import MappingKey, register_pytree_node
 
 from paceline import (
     DeviceError,
@@ -21,85 +32,9 @@ from paceline import (
     scatter_kwargs,
 )
 
-Pair = namedtuple("Pair", ["a", "b"])
-Nothing = namedtuple("Nothing", [])
-
-
-class Names(list):
-    pass
-
-
-@dataclasses.dataclass
-class Plain:
-    x: Any
-    note: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: Any
-    note: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenOwnSlots:
-    __slots__ = ("note", "x")
-    x: Any
-    note: Any
-
-
-@dataclasses.dataclass
-class Computed:
-    x: torch.Tensor
-    doubled: torch.Tensor = dataclasses.field(init=False)
-    scale: dataclasses.InitVar[int] = 2
-
-    def __post_init__(self, scale: int) -> None:
-        self.doubled = self.x * scale
-
-
-class Box:
-    def __init__(self, *items: Any, label: str = "") -> None:
-        self.items = items
-        self.label = label
-
-
-class KeyedBox(Box):
-    pass
-
-
-register_pytree_node(Box, lambda box: (box.items, box.label), lambda new, label: Box(*new, label=label))
-register_pytree_node(
-    KeyedBox,
-    lambda box: (box.items, box.label),
-    lambda new, label: KeyedBox(*new, label=label),
-    flatten_with_keys_fn=lambda box: (
-        [(MappingKey(f"k{i}"), item) for i, item in enumerate(box.items)],
-        box.label,
-    ),
-)
-
-
-class Tagged(torch.Tensor):
-    """A tensor subclass, kept by every operation."""
-
 
 def cpus(count: int) -> list[str]:
     return ["cpu"] * count
-
-
-def rows(count: int, columns: int = 2) -> torch.Tensor:
-    return torch.arange(float(count * columns)).reshape(count, columns)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """No collection by itself; one that is asked for sees only what the test made."""
-    gc.disable()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    gc.enable()
 
 
 @pytest.mark.parametrize("devices", range(1, 6))
