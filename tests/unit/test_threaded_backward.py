@@ -1,6 +1,7 @@
 """What could slip past the node that runs the replicas' backward in threads."""
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,22 @@ def test_an_output_that_is_a_leaf_from_outside_gets_its_gradient() -> None:
     first, second = DataParallel(Call(lambda m, x: (m.linear(x), outside)), TWO)(rows())
     (first.sum() + second.sum()).backward()
     assert outside.grad.eq(2).all()
+
+
+def test_a_replica_that_uses_another_replicas_parameter_gives_it_its_gradient() -> None:
+    x, kept, ready = rows(), [], threading.Event()
+
+    def forward(m: Call, given: torch.Tensor) -> torch.Tensor:
+        if torch.equal(given[0], x[0]):
+            kept.append(m.linear.weight)
+            ready.set()
+        assert ready.wait(30)
+        return given @ kept[0].T
+
+    module = Call(forward)
+    got = gradients(module, DataParallel(module, TWO)(x).square().sum())
+    kept.clear()
+    assert_same(got[0], gradients(module, module(x).square().sum())[0])
 
 
 def test_a_write_into_the_input_is_noticed_by_what_the_caller_saved() -> None:
