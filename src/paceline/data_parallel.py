@@ -11,7 +11,7 @@ from torch import nn
 from paceline.errors import StructureError
 from paceline.replicas import backward, joins
 from paceline.replicas.parallel_apply import parallel_apply
-from paceline.replicas.replicate import Blueprint, Replicas
+from paceline.replicas.replicate import Blueprint, Replicas, check_home
 from paceline.replicas.scatter_gather import gather, gather_with, scatter_kwargs
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
@@ -81,7 +81,7 @@ class DataParallel(nn.DataParallel[M], Generic[M]):
         if not pieces and not keywords:
             pieces, keywords = ((),), ({},)
         if len(self.device_ids) == 1:
-            self._current_blueprint().check_home(self.src_device_obj)
+            check_home(self.module, self.src_device_obj)
             return self._alone(self.module(*pieces[0], **keywords[0]))
         outputs = self._outputs(pieces, keywords)
         if self._policy is _Gather.CAT:
@@ -163,7 +163,7 @@ def data_parallel(
     if not devices:
         return module(*inputs, **(module_kwargs or {}))
     # Checked here, because a wrapper of one device would move the module instead.
-    Blueprint(module).check_home(devices[0])
+    check_home(module, devices[0])
     return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))
 
 

@@ -12,6 +12,7 @@ from paceline import (
     PacelineError,
     ShapeError,
     StructureError,
+    UnsupportedError,
     data_parallel,
     replicate,
 )
@@ -296,3 +297,11 @@ def test_a_call_with_wrong_arguments_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="Caught TypeError in replica 0"):
         wrapper()
     assert_works(wrapper)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_is_refused_by_type_where_it_would_be_replicated() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2).double())
+    with pytest.raises(UnsupportedError, match=r"scripted module cannot be replicated \(type: Linear\)"):
+        DataParallel(nn.Sequential(scripted), TWO)(rows())
+    assert DataParallel(scripted, ["cpu"])(rows()).shape == rows().shape

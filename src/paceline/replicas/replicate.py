@@ -44,6 +44,16 @@ def replicate(network: M, devices: Iterable[DeviceLike], detach: bool = False) -
     return Blueprint(network).stamp(resolved, detach=detach) if resolved else []
 
 
+def check_home(module: nn.Module, home: torch.device) -> None:
+    """Refuse a module that has a tensor elsewhere, as torch does."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.device != home:
+            raise DeviceError(
+                f"module must have its parameters and buffers on device {home} (device_ids[0]) "
+                f"but found one of them on device: {tensor.device} (name: '{name}')"
+            )
+
+
 class Blueprint(Generic[M]):
     """How the tree of one module is copied.
 
@@ -84,18 +94,6 @@ class Blueprint(Generic[M]):
             and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._children))))
         )
 
-    def check_home(self, home: torch.device) -> None:
-        """Refuse a module that has a tensor elsewhere, as torch does."""
-        if {tensor.device for tensor in self._tensors()} <= {home}:
-            return
-        root = self._parts[0]
-        for name, tensor in chain(root.named_parameters(), root.named_buffers()):
-            if tensor.device != home:
-                raise DeviceError(
-                    f"module must have its parameters and buffers on device {home} (device_ids[0]) "
-                    f"but found one of them on device: {tensor.device} (name: '{name}')"
-                )
-
     def stamp(
         self, devices: tuple[torch.device, ...], *, detach: bool, home: torch.device | None = None
     ) -> Replicas[M]:
@@ -109,9 +107,10 @@ class Blueprint(Generic[M]):
         tensors = self._tensors()
         homes = {tensor.device for tensor in tensors}
         if home is not None and not homes <= {home}:
-            self.check_home(home)
-        trained = {} if detach else {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
-        detached = {id(p): p.detach() for p in _present(self._parameters)} if detach else {}
+            check_home(self._parts[0], home)
+        with_gradient = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+        trained = {} if detach else with_gradient
+        detached = {number: t.detach() for number, t in with_gradient.items()} if detach else {}
         replicas: Replicas[M] = Replicas()
         replicas.copies = _broadcast([*trained.values()], devices)
         for number, device in enumerate(devices):
