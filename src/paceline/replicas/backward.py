@@ -141,12 +141,12 @@ class _Share:
                 if (node, number) not in ends:
                     return None
             elif node not in seen:
+                seen.add(node)
                 following = [(after, n) for after, n in node.next_functions if after is not None]
                 if not following or _forbids_ends(node):
                     return None
-                seen.add(node)
-                edges.extend(following)
-                if any(after in walls for after, _ in following):
+                edges += following
+                if not walls.isdisjoint([after for after, _ in following]):
                     last.append(node)
         return last
 
