@@ -107,6 +107,18 @@ def test_one_tensor_twice_in_an_output_stays_one() -> None:
     assert_same(got, gradients(module, (module(rows())[0] * 3).square().sum()))
 
 
+def test_one_gradient_given_to_two_outputs_counts_for_both() -> None:
+    def second_order(call: nn.Module) -> list[torch.Tensor]:
+        x, weights = rows(2).requires_grad_(), torch.ones(1, 3, dtype=torch.double, requires_grad=True)
+        outputs = [tensor for output in call(x) for tensor in output]
+        (first,) = torch.autograd.grad(outputs, x, [weights] * 4, create_graph=True)
+        return [*torch.autograd.grad(first.square().sum(), [weights, module.linear.weight])]
+
+    module = Call(lambda m, x: (m.linear(x).tanh(), m.linear(x).exp()))
+    halves = Call(lambda _, x: [module(half) for half in x.chunk(2)])
+    assert_same(second_order(DataParallel(module, TWO, gather="list")), second_order(halves))
+
+
 def test_a_backward_of_which_no_code_can_be_seen_is_left_to_the_engine() -> None:
     class Odd(torch.autograd.Function):
         @staticmethod

@@ -26,7 +26,7 @@ outputs (an auxiliary loss, say): it tells so of the last nodes before the ends.
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -97,10 +97,8 @@ def together(
     ]
     if not all(map(_untouched, copies)) or not all(share.outputs for share in shares):
         return outputs
-    if (parts := _parts(shares)) is None:
+    if (joined := _join(shares, _Graphs())) is None:
         return outputs
-    left = [id(output) for share in shares for output in share.outputs]
-    joined = dict(zip(left, _join(shares, parts, _Graphs()), strict=True))
     return [tree.map_leaves(lambda leaf: joined.get(id(leaf), leaf), output) for output in outputs]
 
 
@@ -200,11 +198,15 @@ def _differentiable(leaves: Iterable[object]) -> list[torch.Tensor]:
     return [*found.values()]
 
 
-def _join(shares: Sequence[_Share], parts: Sequence[_Part], graphs: _Graphs) -> Sequence[torch.Tensor]:
-    outputs = [output.detach() for share in shares for output in share.outputs]
+def _join(shares: Sequence[_Share], graphs: _Graphs) -> dict[int, torch.Tensor] | None:
+    """What stands behind one node in the place of each output, by its id; None if a graph leads elsewhere."""
+    if (parts := _parts(shares)) is None:
+        return None
+    outputs = [output for share in shares for output in share.outputs]
     sources = [source for share in shares for source in share.sources]
-    joined = _Together.apply(graphs, parts, outputs, *sources)  # type: ignore[no-untyped-call]
-    return cast("Sequence[torch.Tensor]", joined)
+    values = [output.detach() for output in outputs]
+    joined = _Together.apply(graphs, parts, values, *sources)  # type: ignore[no-untyped-call]
+    return dict(zip(map(id, outputs), joined, strict=True))
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -245,21 +247,23 @@ def _run_differentiably(
     graphs.lasting = True
     own = [[_own(gradient) for gradient in gradients] for gradients in given]
     found = _run(parts, own, graphs)
-    shares = [
-        _Share(
-            _differentiable(mine),
-            [*part.ends, *_differentiable(ours)],
-            [*part.sources, *_differentiable(theirs)],
-        )
-        for mine, part, ours, theirs in zip(found, parts, own, given, strict=True)
-    ]
+    shares = [_share_again(*one) for one in zip(found, parts, own, given, strict=True)]
     if not any(share.outputs for share in shares):
         return found
-    if (parts_again := _parts(shares)) is None:
+    if (joined := _join(shares, graphs)) is None:
         return _run(parts, given, graphs)
-    left = [id(output) for share in shares for output in share.outputs]
-    joined = dict(zip(left, _join(shares, parts_again, graphs), strict=True))
     return [[joined.get(id(gradient), gradient) for gradient in mine] for mine in found]
+
+
+def _share_again(found: Gradients, part: _Part, own: Gradients, given: Gradients) -> _Share:
+    # Pair by pair: one gradient may have been given to two outputs, and has an end of ours for each.
+    pairs = [(end, g) for end, g in zip(own, given, strict=True) if end is not None and g is not None]
+    leading_on = [(end, g) for end, g in pairs if g.requires_grad]
+    return _Share(
+        _differentiable(found),
+        [*part.ends, *(end for end, _ in leading_on)],
+        [*part.sources, *(gradient for _, gradient in leading_on)],
+    )
 
 
 def _own(gradient: torch.Tensor | None) -> torch.Tensor | None:

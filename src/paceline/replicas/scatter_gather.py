@@ -39,7 +39,8 @@ def scatter(inputs: Any, target_gpus: Iterable[DeviceLike], dim: int = 0) -> Seq
     """Cut every tensor into near-equal chunks along ``dim``, one a device.
 
     A tensor gives a tuple, and fewer chunks than devices when the dimension is short. A container gives a
-    list of containers of its type. Anything else, and an empty container, is shared by reference.
+    list of containers of its type. Anything else, an empty container, and an object of the user's that holds
+    no tensor are shared by reference.
 
     Raises:
         StructureError: if two tensors of the structure give different numbers of chunks.

@@ -105,10 +105,10 @@ def _open_rarer(obj: Any, kind: type) -> Node | None:
     return None
 
 
-def _sequence_type(kind: type) -> type:
+def _sequence_type(kind: Any) -> Any:
     """The type itself if it is built as tuple or list are, else the plain one, as torch gives."""
     plain: Any = tuple if issubclass(kind, tuple) else list
-    is_plain = kind.__new__ is plain.__new__ and vars(kind).get("__init__", plain.__init__) is plain.__init__
+    is_plain = kind.__new__ is plain.__new__ and kind.__init__ is plain.__init__
     return kind if is_plain else plain
 
 
