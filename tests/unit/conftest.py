@@ -7,6 +7,7 @@ import pytest
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """No collection by itself; one that is asked for sees only what the test made."""
+    gc.collect()
     gc.disable()
     gc.freeze()
     yield

@@ -2,7 +2,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,6 @@ USES = {
 each_use = pytest.mark.parametrize(("make", "use"), USES.values(), ids=USES.keys())
 
 
-@pytest.fixture
-def gc_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def native_threads() -> set[str]:
     return {entry.name for entry in Path("/proc/self/task").iterdir()}
 
@@ -148,7 +140,7 @@ def test_calls_leave_no_objects_behind(
     assert count() - before < 50
 
 
-@pytest.mark.usefixtures("gc_off")
+@pytest.mark.usefixtures("no_gc")
 @each_use
 def test_calls_make_no_reference_cycle(
     make: Callable[[], nn.Module], use: Callable[[nn.Module, torch.Tensor], None]
@@ -161,7 +153,7 @@ def test_calls_make_no_reference_cycle(
     assert gc.collect() == 0
 
 
-@pytest.mark.usefixtures("gc_off")
+@pytest.mark.usefixtures("no_gc")
 @each_use
 def test_wrapper_and_module_die_with_their_last_reference(
     make: Callable[[], nn.Module], use: Callable[[nn.Module, torch.Tensor], None]
@@ -174,7 +166,7 @@ def test_wrapper_and_module_die_with_their_last_reference(
     assert [ref() for ref in alive if ref() is not None] == []
 
 
-@pytest.mark.usefixtures("gc_off")
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("grad", [True, False])
 def test_replicas_and_what_they_made_die_with_the_output(grad: bool) -> None:
     made: list[weakref.ref[Any]] = []
@@ -201,7 +193,7 @@ def test_replicas_and_what_they_made_die_with_the_output(grad: bool) -> None:
     assert [ref() for ref in made if ref() is not None] == []
 
 
-@pytest.mark.usefixtures("gc_off")
+@pytest.mark.usefixtures("no_gc")
 def test_what_backward_no_longer_needs_is_freed_while_the_output_lives() -> None:
     kept: list[weakref.ref[Any]] = []
 
@@ -233,7 +225,7 @@ def test_what_backward_no_longer_needs_is_freed_while_the_output_lives() -> None
     assert loss.grad_fn is not None
 
 
-@pytest.mark.usefixtures("gc_off")
+@pytest.mark.usefixtures("no_gc")
 def test_an_error_that_is_kept_dies_with_its_last_reference() -> None:
     class OwnError(Exception):
         pass

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from containers import Box
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, register_constant, register_pytree_node
 
@@ -99,12 +100,6 @@ class Fieldless:
     pass
 
 
-class Box:
-    def __init__(self, *items: Any, label: str = "") -> None:
-        self.items = items
-        self.label = label
-
-
 class KeyedBox(Box):
     pass
 
@@ -118,7 +113,6 @@ class Constant:
     x: Any = 1
 
 
-register_pytree_node(Box, lambda box: (list(box.items), box.label), lambda new, label: Box(*new, label=label))
 register_pytree_node(
     KeyedBox,
     lambda box: (box.items, box.label),
