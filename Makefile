@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test conformance torture check bench format clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -14,12 +14,21 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+# PyTorch's own tests of its wrapper with paceline's in its place.
+conformance: $(READY)
+	$(BIN)/python tests/conformance/torch_suite/run.py --wrapper paceline
+
+# The README's table of what torch's wrapper and ours make of awkward models.
+torture: $(READY)
+	$(BIN)/python tests/support/torture_table.py --write
+
 check:
 	./check
 
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/ddp.py
 
 format: $(READY)
 	$(BIN)/ruff format

@@ -23,25 +23,56 @@ class Timing:
     high: float
 
     def __str__(self) -> str:
-        unit, scale = ("us", 1e6) if self.median < 1e-3 else ("ms", 1e3)
+        unit, scale = ("us", 1e6) if abs(self.median) < 1e-3 else ("ms", 1e3)
         return f"{self.median * scale:.1f} {unit} ({self.low * scale:.1f} to {self.high * scale:.1f})"
 
 
 @dataclass(frozen=True)
+class Size:
+    """Bytes: median and quartiles over runs."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median / 1e6:.1f} MB ({self.low / 1e6:.1f} to {self.high / 1e6:.1f})"
+
+
+@dataclass(frozen=True)
 class Row:
-    """One comparison: what was measured, and how a figure stands to its target."""
+    """One comparison: what was measured, and how a figure stands to its target, if it has one.
+
+    ``spread`` holds the figure's quartiles over rounds, where it was taken in each.
+    """
 
     what: str
-    timings: Mapping[str, Timing]
+    timings: Mapping[str, Timing | Size]
     figure: str
     value: float
-    target: float
+    target: float | None
     at_most: bool = True
+    spread: tuple[float, float] | None = None
 
     @property
-    def met(self) -> bool:
-        """Whether the target is reached."""
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where there is no target."""
+        if self.target is None:
+            return None
         return self.value <= self.target if self.at_most else self.value >= self.target
+
+    @property
+    def shown_figure(self) -> str:
+        """The figure as the table shows it."""
+        spread = "" if self.spread is None else " ({:.3g} to {:.3g})".format(*self.spread)
+        return f"{self.figure}: {self.value:.3g}{spread}"
+
+    @property
+    def shown_target(self) -> str:
+        """The target as the table shows it, with the verdict."""
+        if self.target is None:
+            return ""
+        return f"{'<=' if self.at_most else '>='} {self.target:.3g} {'met' if self.met else 'MISSED'}"
 
 
 def interleave(
@@ -49,17 +80,38 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side in turn, round after round, so that a slow moment of the machine meets all of them.
 
-    The order turns with each round, and the first round only warms up.
+    The first round only warms up.
+    """
+    return {name: timing(values) for name, values in samples(sides, rounds=rounds, calls=calls).items()}
+
+
+def samples(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmups: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds a call of each side, a value a round; ``before`` runs ahead of each turn and is not timed.
+
+    The order of the turns depends on nothing but the number of sides, so that ranks stay in step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    order = list(sides)
-    for number in range(rounds + 1):
-        for name in order:
+    for number in range(-warmups, rounds):
+        for name in _order(list(sides), number):
+            before()
             elapsed = _time(sides[name], calls)
-            if number:
+            if number >= 0:
                 seconds[name].append(elapsed)
-        order = order[1:] + order[:1]
-    return {name: _timing(values) for name, values in seconds.items()}
+    return seconds
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """The order in one round: each side comes to each place, and after either of its neighbours."""
+    first = number // 2 % len(names)
+    turned = names[first:] + names[:first]
+    return turned[::-1] if number % 2 else turned
 
 
 def _time(call: Callable[[], object], calls: int) -> float:
@@ -69,9 +121,16 @@ def _time(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _timing(values: Sequence[float]) -> Timing:
+def timing(values: Sequence[float]) -> Timing:
+    """The median and the quartiles of the values, of which there must be two or more."""
     low, median, high = statistics.quantiles(values, n=4)
     return Timing(median, low, high)
+
+
+def size(values: Sequence[float]) -> Size:
+    """As ``timing``, of bytes."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return Size(median, low, high)
 
 
 def machine() -> str:
@@ -91,9 +150,7 @@ def report(title: str, rows: Sequence[Row], path: Path | None) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         sides = "\n".join(f"{name}: {timing}" for name, timing in row.timings.items())
-        sign = "<=" if row.at_most else ">="
-        verdict = "met" if row.met else "MISSED"
-        table.add_row(row.what, sides, f"{row.figure}: {row.value:.3g}", f"{sign} {row.target:.3g} {verdict}")
+        table.add_row(row.what, sides, row.shown_figure, row.shown_target)
     Console(width=120).print(table)
     if path is not None:
         figures = [{**asdict(row), "met": row.met} for row in rows]

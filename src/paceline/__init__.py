@@ -1,16 +1,28 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
 from paceline.data_parallel import DataParallel, data_parallel
+from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
     CountError,
     DeviceError,
     DimensionError,
+    HookError,
+    HookSignatureError,
+    HookTypeError,
+    MismatchError,
     MissingKeyError,
     NothingError,
+    OptionError,
     PacelineError,
+    PeerError,
     ShapeError,
+    StalledError,
+    StepError,
+    StrictError,
     StructureError,
     UnsupportedError,
+    WeightsError,
+    WrapError,
 )
 from paceline.replicas.parallel_apply import parallel_apply
 from paceline.replicas.replicate import replicate
@@ -23,12 +35,24 @@ __all__ = [
     "DataParallel",
     "DeviceError",
     "DimensionError",
+    "DistributedDataParallel",
+    "HookError",
+    "HookSignatureError",
+    "HookTypeError",
+    "MismatchError",
     "MissingKeyError",
     "NothingError",
+    "OptionError",
     "PacelineError",
+    "PeerError",
     "ShapeError",
+    "StalledError",
+    "StepError",
+    "StrictError",
     "StructureError",
     "UnsupportedError",
+    "WeightsError",
+    "WrapError",
     "data_parallel",
     "gather",
     "parallel_apply",

@@ -9,6 +9,17 @@
     ├── DimensionError (IndexError)          a tensor lacks the dimension to cut or join along, named by path
     ├── UnsupportedError (RuntimeError)      a module that cannot be replicated
     ├── CountError (AssertionError)          as many of one thing as of another are needed
+    ├── OptionError (ValueError)             an argument that is not allowed, or not with the others
+    │   └── HookSignatureError               a communication hook whose annotations say something else
+    ├── HookTypeError (TypeError)            a communication hook that cannot be called
+    ├── WrapError (RuntimeError)             a module that cannot be wrapped
+    │   └── MismatchError                    ranks that wrapped different models
+    ├── StepError (RuntimeError)             a step that could not be finished, on this rank
+    │   ├── PeerError                        another rank raised; names it
+    │   ├── StalledError                     a reduction that did not end; names who is missing
+    │   ├── HookError                        a communication hook's mistake
+    │   ├── WeightsError                     contributions weighed on some ranks only
+    │   └── StrictError                      in strict mode: what torch's wrapper would not do
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
     └── RemoteError (RuntimeError)           in a RanksError: for what could not be carried over from a rank
@@ -57,6 +68,50 @@ class ShapeError(PacelineError, RuntimeError):
 
 class CountError(PacelineError, AssertionError):
     """As many of one thing as of another are needed."""
+
+
+class OptionError(PacelineError, ValueError):
+    """An argument that is not allowed, or not together with the others."""
+
+
+class HookSignatureError(OptionError):
+    """A communication hook whose annotations are not those of a hook."""
+
+
+class HookTypeError(PacelineError, TypeError):
+    """A communication hook that cannot be called."""
+
+
+class WrapError(PacelineError, RuntimeError):
+    """A module that cannot be wrapped."""
+
+
+class MismatchError(WrapError):
+    """Ranks wrapped different models; the message names the first difference and both sides of it."""
+
+
+class StepError(PacelineError, RuntimeError):
+    """A step that could not be finished. The next one begins anew."""
+
+
+class PeerError(StepError):
+    """Another rank raised, so that this step is lost on every rank; the message names it."""
+
+
+class StalledError(StepError):
+    """A reduction did not end; the message names step, bucket, parameters and the ranks that are missing."""
+
+
+class HookError(StepError):
+    """A communication hook made a mistake; the message says what it returned and what is wanted."""
+
+
+class WeightsError(StepError):
+    """Some contributions of a step were weighed and others were not."""
+
+
+class StrictError(StepError):
+    """Strict mode: here torch's wrapper raises."""
 
 
 class RanksError(PacelineError, ExceptionGroup[Exception]):

@@ -1,0 +1,98 @@
+"""Which slot goes into which bucket, and in which order buckets leave. Pure: no tensors here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What never changes of one parameter.
+
+    Attributes:
+        index: its place among all slots.
+        name: its name in the module.
+        numel: how many elements it has.
+        nbytes: how many bytes its gradient takes.
+        kind: the data type and device; only slots of one kind share a bucket.
+        sparse: whether its gradient is expected to be sparse; such a slot has a bucket of its own.
+    """
+
+    index: int
+    name: str
+    numel: int
+    nbytes: int
+    kind: str
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """How many bytes a bucket may hold before the next is opened.
+
+    Attributes:
+        sizes: the cap of the first bucket of a kind, of its second, and so on; the last one goes on.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __getitem__(self, number: int) -> int:
+        return self.sizes[min(number, len(self.sizes) - 1)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An immutable assignment of slots to buckets, in launch order.
+
+    The last bucket is dense, and leaves when backward has ended: it carries the waybill behind its
+    gradients. Where every slot is sparse it holds no slot at all.
+
+    Attributes:
+        buckets: the slots of each bucket, by index.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+
+    @property
+    def carrier(self) -> int:
+        """The bucket that leaves last, with the waybill."""
+        return len(self.buckets) - 1
+
+
+def make_plan(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> Plan:
+    """Buckets that leave in the order in which their slots are filled in."""
+    return Plan(tuple(_dense_last(_fill(slots, order, caps), slots)))
+
+
+def guess_plan(slots: Sequence[Slot], trainable: Sequence[int], caps: BucketCaps) -> Plan:
+    """Buckets for gradients that come in the reverse order of the parameters, as they do in most modules."""
+    return Plan(tuple(_dense_last(_fill(slots, trainable, caps)[::-1], slots)))
+
+
+def _fill(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> list[tuple[int, ...]]:
+    """Fill buckets with the slots in the given order; a bucket is closed once it has reached its cap."""
+    open_: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}
+    closed_of_kind: dict[str, int] = {}
+    closed: list[tuple[int, ...]] = []
+    for index in order:
+        slot = slots[index]
+        if slot.sparse:
+            closed.append((index,))
+            continue
+        open_.setdefault(slot.kind, []).append(index)
+        filled[slot.kind] = filled.get(slot.kind, 0) + slot.nbytes
+        number = closed_of_kind.get(slot.kind, 0)
+        if filled[slot.kind] >= caps[number]:
+            closed.append(tuple(open_.pop(slot.kind)))
+            filled[slot.kind] = 0
+            closed_of_kind[slot.kind] = number + 1
+    return [*closed, *map(tuple, open_.values())]
+
+
+def _dense_last(buckets: list[tuple[int, ...]], slots: Sequence[Slot]) -> list[tuple[int, ...]]:
+    dense = [bucket for bucket in buckets if not slots[bucket[0]].sparse]
+    if not dense:
+        return [*buckets, ()]
+    if buckets[-1] is dense[-1]:
+        return buckets
+    return [bucket for bucket in buckets if bucket is not dense[-1]] + [dense[-1]]

@@ -1,0 +1,121 @@
+"""Our view of one process group."""
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.pending import Pending, WorkPending
+from paceline.comm.roll_call import RollCall
+
+# Wrappers on one group tell each other apart by the order in which they were made, the same on every rank.
+_members: dict[str, "itertools.count[int]"] = {}
+
+
+class Group:
+    """One process group: rank, size, backend, and the collectives that data parallelism needs.
+
+    Args:
+        process_group: a group of torch.distributed.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._sum = c10d.AllreduceOptions()
+        self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
+        number = next(_members.setdefault(process_group.group_name, itertools.count()))
+        self.roll_call = RollCall(process_group.get_group_store(), number, rank=self.rank, size=self.size)
+
+    @property
+    def backend(self) -> str:
+        """The backend's name, such as gloo or nccl."""
+        return str(distributed.get_backend(self.process_group))
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take."""
+        limit: timedelta = self._options._timeout
+        return limit
+
+    @property
+    def gloo_threads(self) -> int:
+        """How many threads gloo works with."""
+        return int(self._options._threads)
+
+    @property
+    def _options(self) -> Any:
+        device = torch.device(self.process_group._device_types[0])
+        return self.process_group._get_backend(device).options
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to add up a tensor over the ranks, in place."""
+        return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)
+
+    def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
+        """The same, with a future of the list of the one tensor."""
+        future: torch.futures.Future[list[Tensor]] = self.process_group.allreduce(
+            [tensor], self._sum
+        ).get_future()
+        return future
+
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
+        """Make tensors equal to those of one rank, many in one message."""
+        if tensors:
+            distributed._broadcast_coalesced(  # type: ignore[attr-defined]
+                self.process_group, list(tensors), bytes_at_once, source
+            )
+
+    def gather_bytes(self, own: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's bytes, of the same length on all."""
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(everyone, mine, group=self.process_group)
+        return [bytes(theirs.tolist()) for theirs in everyone]
+
+    def gather_objects(self, own: object) -> list[Any]:
+        """Every rank's object."""
+        everyone: list[Any] = [None] * self.size
+        distributed.all_gather_object(everyone, own, group=self.process_group)
+        return everyone
+
+    def highest(self, number: int, device: torch.device) -> int:
+        """The highest of the ranks' numbers."""
+        box = torch.tensor([number], device=device)
+        distributed.all_reduce(box, op=distributed.ReduceOp.MAX, group=self.process_group)
+        return int(box.item())
+
+
+def default_process_group() -> Any:
+    """The group that init_process_group made; torch's error if there is none."""
+    return c10d._get_default_group()
+
+
+def is_default(process_group: Any) -> bool:
+    """Whether this is the group that init_process_group made."""
+    return distributed.is_initialized() and process_group == c10d._get_default_group()
+
+
+def belongs_to(process_group: Any) -> bool:
+    """Whether this process is a member of the group."""
+    return not c10d._rank_not_in_group(process_group)
+
+
+def of_mesh(mesh: Any) -> Any:
+    """The process group of a device mesh's one dimension."""
+    return mesh.get_group(mesh_dim=0)
+
+
+def is_grad_bucket_type(annotation: object) -> bool:
+    """Whether an annotation names torch's own bucket type."""
+    return annotation is distributed.GradBucket  # type: ignore[attr-defined]
+
+
+def first_bucket_bytes() -> int:
+    """What torch lets the first bucket hold."""
+    return int(distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]

@@ -1,0 +1,409 @@
+"""DistributedDataParallel: one process a replica, gradients averaged over the ranks while backward runs."""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets.plan import BucketCaps
+from paceline.comm import group as groups
+from paceline.comm.group import Group
+from paceline.comm.joining import Joinable
+from paceline.comm.verify import check_same
+from paceline.errors import OptionError, UnsupportedError, WrapError
+from paceline.hooks.comm_hook import CommHook, check_hook
+from paceline.module_state import parameters as state
+from paceline.module_state.broadcast import broadcast_state
+from paceline.module_state.buffers import ModuleBuffers
+from paceline.options import CapOptions, strict_mode
+from paceline.reducer.autograd_hooks import in_backward, mark
+from paceline.reducer.planner import Planner
+from paceline.reducer.reducer import Reducer
+from paceline.reducer.stats import Stats
+from paceline.reducer.strict import Strict
+from paceline.reducer.waybill import Outcome
+from paceline.tensors import devices as dev
+from paceline.tensors import tree
+from paceline.torch_surface import TorchSurface
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DistributedDataParallel(TorchSurface):
+    """Wraps a module so that every rank's backward leaves the gradients averaged over all ranks.
+
+    No flag is needed for parameters that are unused on some ranks or all, frozen or thawed after wrapping,
+    shared, checkpointed, or used outside forward: each gets the gradient that one process on the whole
+    batch would give.
+
+    Args:
+        module: the module; its parameters must be equal in number, shape, type and strides on all ranks.
+        device_ids: None, or the one device that holds the module, for a module on one accelerator.
+        output_device: where outputs are, for a module on one accelerator; taken for torch's sake.
+        dim: taken for torch's sake.
+        broadcast_buffers: deprecated in torch; use ``forward_sync_buffers``.
+        init_sync: check that ranks wrapped the same model and start it from rank 0's values.
+        process_group: whom to average with; the default group if None.
+        bucket_cap_mb: MiB of gradients that are reduced together; 25 by default, with a first bucket of 1.
+        find_unused_parameters: taken for torch's sake; unused parameters need no flag.
+        check_reduction: deprecated in torch, without effect.
+        gradient_as_bucket_view: let gradients be views of the buckets: saves the memory of one set of
+            gradients.
+        static_graph: taken for torch's sake; changing graphs need no flag.
+        delay_all_reduce_named_params: not supported yet.
+        param_to_hook_all_reduce: not supported yet.
+        mixed_precision: not supported yet.
+        device_mesh: a mesh of one dimension in the place of ``process_group``.
+        skip_all_reduce_unused_params: taken for torch's sake.
+        bucket_cap_mb_list: MiB of each bucket in turn.
+        batched_grad_copy: taken for torch's sake; small gradients are always copied together.
+        forward_sync_buffers: make module buffers those of rank 0 before each forward; the default.
+        rebuild_plan: after the first backward, order buckets by the arrival of gradients.
+        strict: raise where torch's wrapper raises; by default as ``PACELINE_STRICT`` in the environment says.
+        share_attributes: find attributes that the wrapper lacks on the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        rebuild_plan: bool = True,
+        strict: bool | None = None,
+        share_attributes: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise OptionError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        _refuse_what_is_missing(delay_all_reduce_named_params, mixed_precision)
+        self.process_group = _process_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.module = module
+        self.dim = dim
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._slots = state.collect(module, self.parameters_to_ignore)
+        _check_module(module, self._slots, self.parameters_to_ignore)
+        self._place_module(device_ids, output_device)
+        self.forward_sync_buffers, init_buffers = _buffer_options(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = False
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, groups.first_bucket_bytes())
+        self._rebuild_plan = rebuild_plan
+        self._strict = strict_mode(asked=strict)
+        self._share_attributes = share_attributes
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated and does nothing", FutureWarning, stacklevel=2)
+        self._group = Group(self.process_group)
+        self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
+        if init_sync:
+            self._start_equal(buffers=init_buffers)
+        self._build_reducer()
+        if static_graph:
+            self._set_static_graph()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; outputs are marked, so that their backward is synced."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            with self._noting_errors():
+                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            try:
+                output = self._run_ddp_forward(*inputs, **kwargs)
+            except Exception as error:
+                self._give_up(error)
+                raise
+            return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._syncs_now():
+            self._stats.begin_forward()
+            self.reducer.prepare()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self.device_ids:
+            return tree.map_leaves(self._send, (inputs, kwargs))  # type: ignore[no-any-return]
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        synced = self._syncs_now()
+        self.require_forward_param_sync = synced
+        if torch.is_grad_enabled():
+            begin = functools.partial(self._begin_backward, synced=synced)
+            mark(tree.leaves(output), begin)
+        return output
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward is synced; what ``no_sync`` switches off."""
+        return self.reducer.syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, synced: bool) -> None:
+        self.reducer.syncs = synced
+
+    def _begin_backward(self, *, synced: bool) -> None:
+        self.reducer.begin(synced=synced and self.require_backward_grad_sync)
+
+    def _syncs_now(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    def _give_up(self, error: Exception) -> None:
+        """Let the other ranks know that this one's forward raised, lest they wait for its gradients."""
+        # Inside a backward it may be a checkpoint that has recomputed enough; if not, backward is lost by it.
+        if self._syncs_now() and not in_backward():
+            try:
+                self.reducer.give_up(Outcome.RAISED_IN_FORWARD, repr(error))
+            except RuntimeError as another:
+                error.add_note(f"the other ranks could not be told ({another})")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backward passes of forwards, or backward passes alone, in here."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
+        """Count what backward adds in here by its samples or tokens, instead of each rank the same.
+
+        The gradients then are those of one process on the concatenated batch, whatever each rank's share of
+        it, also over passes accumulated under ``no_sync`` (weigh each of them), and with ranks that have
+        nothing (weight 0). Until they are averaged, ``.grad`` holds the sum of gradients times weights.
+        """
+        return self.reducer.weigh(weight)
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Run backward from a loss that is a mean over ``weight`` samples or tokens."""
+        with self.weigh(weight):
+            loss.backward()
+
+    def _sync_buffers(self) -> None:
+        buffers = self._buffers_in_module
+        if buffers.hook is not None:
+            buffers.hook.call(buffers.hook.state, buffers.named())
+        elif not buffers.constant:
+            buffers.broadcast(self._group, source=0, bytes_at_once=self.broadcast_bucket_size)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer."""
+        with self._noting_errors():
+            check_hook(hook)
+            self._use(CommHook(self._group, state, hook))
+
+    def _use(self, hook: CommHook) -> None:
+        if isinstance(self.reducer.exchange, CommHook):
+            raise UnsupportedError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self.reducer.use(hook)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's own state dict, without the prefix ``module.``."""
+        return self.module.state_dict()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict, with the prefix ``module.`` or without."""
+        if any(key.startswith("module.") for key in state_dict):
+            return nn.Module.load_state_dict(self, state_dict, strict, assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            shared = self.__dict__.get("_share_attributes", False) and not name.startswith("__")
+            if not shared or name == "module":
+                raise
+        # Outside the try: an error raised inside a property of the module is shown as it is.
+        return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not groups.is_default(self.process_group):
+            raise WrapError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
+                "Pickle the module itself, or wrap it again after loading"
+            )
+        attributes = copy.copy(self.__dict__)
+        for name in (
+            "process_group",
+            "reducer",
+            "logger",
+            "_group",
+            "_slots",
+            "_buffers_in_module",
+            "_stats",
+        ):
+            attributes.pop(name, None)
+        return attributes
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, attributes)
+        self.process_group = groups.default_process_group()
+        self._group = Group(self.process_group)
+        self._slots = state.collect(self.module, self.parameters_to_ignore)
+        self._buffers_in_module = ModuleBuffers(self.module, self.parameters_to_ignore)
+        self._build_reducer()
+
+    def _place_module(self, device_ids: Any, output_device: Any) -> None:
+        parameters = self._slots.parameters
+        found = {parameter.device for parameter in parameters}
+        self.is_multi_device_module = len(found) > 1
+        self.device = parameters[0].device
+        self.device_type = self.device.type
+        if device_ids and len(device_ids) > 1:
+            raise OptionError("device_ids can only be None or contain a single element.")
+        if len(types := {device.type for device in found}) > 1:
+            raise OptionError(f"a module must be on the same type of devices (found: {sorted(types)})")
+        self.device_ids: list[int] | None = None
+        self.output_device: int | None = None
+        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
+            if device_ids or output_device:
+                raise OptionError(
+                    "device_ids and output_device are for a module on one accelerator "
+                    f"(device_ids: {device_ids}, output_device: {output_device}, "
+                    f"module: {sorted(map(str, found))})"
+                )
+            return
+        self.device_ids = [dev.resolve(device_ids[0]).index]
+        output = device_ids[0] if output_device is None else output_device
+        self.output_device = dev.resolve(output).index
+
+    def _start_equal(self, *, buffers: bool) -> None:
+        caps = ("the bucket caps", repr(self._caps.sizes))
+        check_same(self._group, [*state.describe(self._slots), caps], self.device)
+        broadcast_state(
+            self._group,
+            self.module,
+            ignored=self.parameters_to_ignore,
+            buffers=buffers,
+            source=0,
+            bytes_at_once=self.broadcast_bucket_size,
+        )
+
+    def _build_reducer(self) -> None:
+        slots, parameters, trainable = self._slots
+        planner = Planner(
+            slots,
+            trainable,
+            first_caps=BucketCaps(self._caps.first_sizes),
+            caps=BucketCaps(self._caps.sizes),
+            rebuild=self._rebuild_plan and not (self._strict and self.find_unused_parameters),
+        )
+        self.reducer = Reducer(
+            slots,
+            parameters,
+            self._group,
+            planner,
+            self._buffers_in_module,
+            as_views=self.gradient_as_bucket_view,
+            strict=self._limits(trainable) if self._strict else None,
+        )
+        self._stats = Stats(self.reducer)
+
+    def _limits(self, trainable: Sequence[int]) -> Strict:
+        return Strict(
+            self._slots.slots,
+            trainable,
+            rank=self._group.rank,
+            finds_unused=self.find_unused_parameters,
+            skips_unused=self.skip_all_reduce_unused_params,
+        )
+
+    def _send(self, leaf: Any) -> Any:
+        return dev.send(leaf, self.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _process_group(process_group: Any, device_mesh: Any) -> Any:
+    if process_group is not None and device_mesh is not None:
+        raise WrapError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        return groups.default_process_group() if process_group is None else process_group
+    if device_mesh.ndim != 1:
+        raise WrapError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return groups.of_mesh(device_mesh)
+
+
+def _check_module(module: nn.Module, found: state.Slots, ignored: set[str]) -> None:
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module.parameters()):
+        raise WrapError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Call the module once before wrapping it"
+        )
+    if not found.trainable:
+        raise WrapError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            f"gradient. (module: {type(module).__name__}, ignored: {sorted(ignored)})"
+        )
+    for slot, parameter in zip(found.slots, found.parameters, strict=True):
+        if parameter.device.type == "meta":
+            raise WrapError(
+                f"a parameter on the meta device has no values to train (parameter: {slot.name!r})"
+            )
+
+
+def _buffer_options(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are synced before each forward, and whether they are at the start."""
+    if broadcast is not None:
+        ignored = (
+            "is ignored, because `forward_sync_buffers` is given" if forward_sync is not None else "is kept"
+        )
+        warnings.warn(
+            f"`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value {ignored}. "
+            "`forward_sync_buffers=False` still makes buffers equal at the start, "
+            "`broadcast_buffers=False` does not",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync is not None:
+        return forward_sync, True
+    return broadcast is not False, broadcast is not False
+
+
+def _refuse_what_is_missing(delayed: Any, mixed_precision: Any) -> None:
+    if delayed is not None:
+        raise UnsupportedError("delay_all_reduce_named_params is not supported yet")
+    if mixed_precision is not None:
+        raise UnsupportedError("mixed_precision is not supported yet")

@@ -1,0 +1,104 @@
+"""A user's communication hook in the place of the plain average."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.buckets.grad_bucket import GradBucket
+from paceline.comm.group import Group, is_grad_bucket_type
+from paceline.comm.pending import FuturePending, Pending
+from paceline.errors import HookError, HookSignatureError, HookTypeError
+from paceline.hooks.exchange import Bucket, Unusual
+
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
+
+
+class CommHook:
+    """Hands each full bucket to a hook, which returns a future of the reduced gradients.
+
+    Gradients reach the hook undivided; averaging is the hook's. What the hook does to them is its own affair,
+    so the waybill travels beside them, in one small reduction a step.
+
+    Args:
+        group: whom to average with.
+        state: handed to the hook.
+        hook: called with the state and a bucket.
+        name: what to call it; by default its own name.
+    """
+
+    carries_waybill = False
+    factor = 1.0
+
+    def __init__(self, group: Group, state: Any, hook: Hook, *, name: str | None = None) -> None:
+        self._state = state
+        self._hook = hook
+        self.name = name or getattr(hook, "__qualname__", type(hook).__qualname__)
+        self.gain = float(group.size)
+
+    def on(self, group: Group) -> "CommHook":
+        """The same among other ranks."""
+        return CommHook(group, self._state, self._hook, name=self.name)
+
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
+        """Call the hook."""
+        future = self._hook(self._state, GradBucket(bucket, number, is_last=is_last))
+        if not isinstance(future, torch._C.Future):
+            raise HookError(
+                f"callback must return a torch.futures.Future object, but got {type(future).__name__} "
+                f"(hook: {self.name}, bucket: {number})"
+            )
+        return FuturePending(future)
+
+    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
+        """Wait for the hook's future and check what it holds."""
+        result: Any = pending.wait(unusual)
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        self._check(result, bucket, number)
+        bucket.receive(result)
+
+    def _check(self, result: Any, bucket: Bucket, number: int) -> None:
+        want = bucket.gradients
+        if not isinstance(result, Tensor):
+            given = type(result).__name__
+        elif result.shape != want.shape and result.numel() != want.numel():
+            given = f"{result.numel()} elements"
+        elif result.dtype != want.dtype:
+            given = str(result.dtype)
+        else:
+            return
+        raise HookError(
+            f"a hook must return a tensor like the bucket's buffer (hook: {self.name}, bucket: {number}, "
+            f"wanted: {want.numel()} elements of {want.dtype}, got: {given})"
+        )
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a communication hook, as torch does."""
+    if not callable(hook):
+        raise HookTypeError(f"Communication hook must be callable. (hook: {hook!r})")
+    signature = inspect.signature(hook)
+    empty = inspect.Parameter.empty
+    bucket = signature.parameters.get("bucket")
+    if (
+        bucket is not None
+        and bucket.annotation not in (empty, GradBucket)
+        and not _names_bucket(bucket.annotation)
+    ):
+        raise HookSignatureError(
+            "Communication hook: bucket annotation should be dist.GradBucket. "
+            f"(annotated: {bucket.annotation!r})"
+        )
+    returned = signature.return_annotation
+    if returned is not empty and returned != torch.futures.Future[torch.Tensor]:
+        raise HookSignatureError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"(annotated: {returned!r})"
+        )
+
+
+def _names_bucket(annotation: Any) -> bool:
+    return is_grad_bucket_type(annotation) or annotation in ("dist.GradBucket", "GradBucket")

@@ -1,0 +1,1 @@
+"""Parameters and module buffers, kept equal over the ranks."""

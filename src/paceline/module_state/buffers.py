@@ -1,0 +1,113 @@
+"""Module buffers, kept equal over the ranks."""
+
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+
+# So many steps without a change on any rank, and buffers count as constant.
+_STEADY_STEPS = 3
+
+
+class BufferHookLocation(Enum):
+    """When a hook for module buffers is called."""
+
+    PRE_FORWARD = auto()
+    POST_FORWARD = auto()
+
+
+class BufferHook(NamedTuple):
+    """A user's way of making module buffers equal.
+
+    Attributes:
+        state: handed to the hook.
+        call: gets the state and the buffers by name; may return futures to be waited for after backward.
+        location: before forward or after it.
+    """
+
+    state: Any
+    call: Callable[[Any, dict[str, Tensor]], Any]
+    location: BufferHookLocation
+
+
+class ModuleBuffers:
+    """A module's buffers that are not ignored.
+
+    Buffers are looked up by name each time, because a module may replace them. Once no rank's have changed
+    for a few steps they are taken for constant, and broadcast no more until one changes. The ranks tell
+    each other at the end of each step, so a change to constant buffers reaches the other ranks one step
+    later.
+
+    Args:
+        module: whose buffers.
+        ignored: names to leave alone.
+
+    Attributes:
+        any: whether there were buffers when last looked.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._seen: list[tuple[_Place, int]] | None = None
+        self.hook: BufferHook | None = None
+        self.any = bool(self.named())
+        self._steady = 0
+
+    @property
+    def constant(self) -> bool:
+        """Whether no rank's buffers have changed for so long that they need no broadcast."""
+        return self._steady >= _STEADY_STEPS
+
+    def learn(self, *, changed: bool) -> None:
+        """Take in what the ranks said at the end of a step."""
+        self._steady = 0 if changed else self._steady + 1
+
+    def named(self) -> dict[str, Tensor]:
+        """The buffers as they are now."""
+        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+
+    def changed(self) -> bool:
+        """Whether a buffer was replaced or written to since the last broadcast."""
+        if self._seen is None:  # there was none
+            return False
+        return any(place.moved() or place.buffer._version != version for place, version in self._seen)
+
+    def broadcast(self, group: Group, *, source: int, bytes_at_once: int) -> None:
+        """Make every rank's buffers those of one rank."""
+        places = self._places()
+        buffers = [place.buffer for place in places]
+        with keeping_versions(buffers):
+            group.broadcast(buffers, source=source, bytes_at_once=bytes_at_once)
+        self._seen = [(place, place.buffer._version) for place in places]
+        self.any = bool(places)
+
+    def _places(self) -> list["_Place"]:
+        found: dict[int, _Place] = {}
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and full not in self._ignored:
+                    found.setdefault(id(buffer), _Place(module._buffers, name, buffer))
+        return list(found.values())
+
+
+class _Place(NamedTuple):
+    """Where a buffer was found, so that it can be seen without another walk whether it still is there."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
+
+    def moved(self) -> bool:
+        return self.owner.get(self.name) is not self.buffer
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> Any:
+    """Write to tensors that autograd may hold for a backward to come, and have it take them as unchanged."""
+    # torch 2.13; it is what torch's own wrapper uses.
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

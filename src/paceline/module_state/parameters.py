@@ -1,0 +1,69 @@
+"""A module's parameters as slots."""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from paceline.buckets.plan import Slot
+
+
+class Slots(NamedTuple):
+    """Every parameter that may get a gradient, in the module's order.
+
+    Attributes:
+        slots: what never changes of each.
+        parameters: the parameters themselves.
+        trainable: the indices of those that require a gradient now.
+    """
+
+    slots: list[Slot]
+    parameters: list[Parameter]
+    trainable: list[int]
+
+
+def collect(module: nn.Module, ignored: Collection[str]) -> Slots:
+    """The slots of a module; a parameter that is shared inside it has one, under its first name."""
+    sparse = set(_sparse(module))
+    found = Slots([], [], [])
+    for name, parameter in module.named_parameters():
+        if name in ignored or not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        slot = Slot(
+            index=len(found.slots),
+            name=name,
+            numel=parameter.numel(),
+            nbytes=parameter.numel() * parameter.element_size(),
+            kind=f"{parameter.dtype} {parameter.device}",
+            sparse=id(parameter) in sparse,
+        )
+        found.slots.append(slot)
+        found.parameters.append(parameter)
+        if parameter.requires_grad:
+            found.trainable.append(slot.index)
+    return found
+
+
+def describe(found: Slots) -> list[tuple[str, str]]:
+    """Each slot in words that are equal on two ranks if the slots are."""
+    return [
+        (slot.name, _view(parameter)) for slot, parameter in zip(found.slots, found.parameters, strict=True)
+    ]
+
+
+def _view(parameter: Parameter) -> str:
+    trained = "trained" if parameter.requires_grad else "frozen"
+    return f"shape {list(parameter.shape)}, stride {list(parameter.stride())}, {parameter.dtype}, {trained}"
+
+
+def _sparse(module: nn.Module) -> Iterator[int]:
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            yield id(layer.weight)
+
+
+def on_meta(parameters: Collection[Parameter]) -> bool:
+    """Whether any parameter has no data to train."""
+    return any(parameter.device == torch.device("meta") for parameter in parameters)

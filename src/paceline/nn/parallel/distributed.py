@@ -1,0 +1,5 @@
+"""Stands in for torch.nn.parallel.distributed."""
+
+from paceline.distributed import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

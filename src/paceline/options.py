@@ -1,0 +1,64 @@
+"""What a wrapper is asked to do: frozen values that check themselves."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import OptionError
+
+_MIB = 1024 * 1024
+DEFAULT_CAP_MB = 25
+
+
+@dataclass(frozen=True)
+class CapOptions:
+    """How large buckets may become.
+
+    Attributes:
+        cap_mb: MiB a bucket; None for the default of 25.
+        caps_mb: MiB of each bucket in turn, instead.
+        first_bytes: what the first bucket may hold when nothing was chosen: small, so that the first
+            reduction starts early.
+    """
+
+    cap_mb: float | None
+    caps_mb: Sequence[float] | None
+    first_bytes: int
+
+    def __post_init__(self) -> None:
+        for cap in (self.cap_mb, *(self.caps_mb or ())):
+            if cap is not None and not cap > 0:
+                raise OptionError(f"a bucket cap must be positive (bucket_cap_mb: {cap})")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the user left the choice to us."""
+        return self.cap_mb is None and not self.caps_mb
+
+    @property
+    def listed(self) -> list[int]:
+        """Bytes of each bucket in turn, if they were listed."""
+        return [int(cap * _MIB) for cap in self.caps_mb or ()]
+
+    @property
+    def cap(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(self.listed) if self.listed else int((self.cap_mb or DEFAULT_CAP_MB) * _MIB)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the first bucket, of the second, and so on."""
+        if self.listed:
+            return tuple(self.listed)
+        return (self.first_bytes, self.cap) if self.is_default else (self.cap,)
+
+    @property
+    def first_sizes(self) -> tuple[int, ...]:
+        """The same while the order of arrival is not known: all in one, unless listed."""
+        return tuple(self.listed) or (sys.maxsize,)
+
+
+def strict_mode(*, asked: bool | None) -> bool:
+    """Whether to raise where torch's wrapper raises: as asked, else as the environment says."""
+    return os.environ.get("PACELINE_STRICT", "0") == "1" if asked is None else asked

@@ -1,0 +1,1 @@
+"""One backward pass: which gradients are ready, which bucket leaves when, and what comes back."""

@@ -1,0 +1,154 @@
+"""What autograd tells: a gradient is ready, a backward begins, a backward has ended or was lost.
+
+Note [The end of backward]. The end is an event, not a count. It is queued on the backward that runs when it
+is asked for. Inside a re-entrant checkpoint that is only an inner backward, which ends too early; therefore
+outputs are marked, and their mark runs first of all, in the outermost backward. Where there is no mark,
+because a method other than forward was called, the first gradient asks for the end.
+
+Private parts of torch that are used here, tried with torch 2.13: ``queue_callback`` of the engine,
+``_will_engine_execute_node``, ``_current_graph_task_id``.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+
+class Arrivals:
+    """Notes each gradient that was added to a parameter's ``.grad``, and has someone look at the notes.
+
+    A note costs far less than a look. The first arrival of a backward is looked at at once, then every so
+    many, and those of eager parameters always.
+
+    Args:
+        look: looks at ``noted``; must not keep the parameters alive.
+        every: how many arrivals there are at most between two looks.
+
+    Attributes:
+        noted: parameters in the order in which their gradients arrived, until cleared.
+    """
+
+    def __init__(self, look: Callable[[], None], every: int) -> None:
+        self.noted: list[Tensor] = []
+        self._hooks: dict[int, _Hook] = {}
+        noted, append = self.noted, self.noted.append
+
+        def note(parameter: Tensor) -> None:
+            append(parameter)
+            count = len(noted)
+            if count == 1 or not count % every:
+                look()
+
+        def note_eagerly(parameter: Tensor) -> None:
+            append(parameter)
+            look()
+
+        self._note, self._note_eagerly = note, note_eagerly
+
+    def watch(self, slot: int, parameter: Tensor, *, eagerly: bool) -> None:
+        """Note a parameter's gradients from now on."""
+        note = self._note_eagerly if eagerly else self._note
+        known = self._hooks.get(slot)
+        if known is None or known.note is not note:
+            if known is not None:
+                known.handle.remove()
+            self._hooks[slot] = _Hook(parameter, note)
+
+    def stay_last(self) -> None:
+        """Move behind hooks that users have put on parameters since, so that theirs come first."""
+        if self._hooks and max(len(hook.all_of_parameter) for hook in self._hooks.values()) > 1:
+            for hook in self._hooks.values():
+                hook.move_to_end()
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.noted.clear()
+
+    def remove(self) -> None:
+        """Note nothing more."""
+        for hook in self._hooks.values():
+            hook.handle.remove()
+        self._hooks.clear()
+
+
+class _Hook:
+    def __init__(self, parameter: Tensor, note: Callable[[Tensor], None]) -> None:
+        self.parameter = parameter
+        self.note = note
+        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
+        self.all_of_parameter: dict[int, object] = parameter._post_accumulate_grad_hooks
+
+    def move_to_end(self) -> None:
+        if next(reversed(self.all_of_parameter)) != self.handle.id:
+            self.handle.remove()
+            self.handle = self.parameter.register_post_accumulate_grad_hook(self.note)
+
+
+def mark(outputs: Iterable[Any], begins: Callable[[], object]) -> None:
+    """Call back when a backward that accumulates gradients reaches one of the output tensors."""
+    seen: set[Node] = set()
+    for output in outputs:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        if node is not None and node not in seen:
+            seen.add(node)
+            node.register_prehook(_Mark(node, begins))
+
+
+def at_end_of_backward(finish: Callable[[], None], lose: Callable[[], None]) -> None:
+    """Have ``finish`` called when the running backward has ended, or ``lose`` when it was given up."""
+    Variable._execution_engine.queue_callback(_End(finish, lose))
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward, as it is when a checkpoint calls forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Mark:
+    def __init__(self, node: Node, begins: Callable[[], object]) -> None:
+        self._nexts = [next_ for next_, _ in node.next_functions]
+        self._begins = begins
+
+    def __call__(self, _grads: object) -> None:
+        if _accumulates(self._nexts):
+            self._begins()
+
+
+class _End:
+    """A callback that knows whether it was called before the engine let go of it."""
+
+    def __init__(self, finish: Callable[[], None], lose: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._lose = lose
+
+    def __call__(self) -> None:
+        finish, self._finish = self._finish, None
+        assert finish is not None
+        finish()
+
+    def __del__(self) -> None:
+        if self._finish is not None:
+            self._lose()
+
+
+def _accumulates(nodes: list[Node | None]) -> bool:
+    """Whether the running backward goes everywhere, or only to chosen inputs as autograd.grad's does.
+
+    In a backward that goes everywhere each node below one that runs will run. So one path down to a leaf
+    tells. A restricted backward that does add gradients (``backward(inputs=...)``) is left to its first
+    gradient.
+    """
+    node = next(filter(None, nodes), None)
+    while node is not None:
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return False
+        except RuntimeError:  # a leaf that autograd.grad was asked for
+            return False
+        node = next((next_ for next_, _ in node.next_functions if next_ is not None), None)
+    return True

@@ -1,0 +1,498 @@
+"""Averages gradients over the ranks while backward still runs.
+
+Note [One step]. Every synced backward issues the same collectives on every rank: one a bucket of the plan,
+in plan order, the last with the waybill. What a rank does not have counts as zeros, so no rank needs to
+know beforehand what another uses. What arrives after its bucket has left is told in the waybill, and those
+buckets are reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros
+with word of it, so the others raise too, and the next step finds all ranks at the same place.
+
+Note [Linearity]. What is averaged is ``.grad`` as it stands: the average of what is equal on all ranks is
+itself, so a second backward, or one that follows accumulation, gives the sum of the averages.
+"""
+
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.buckets.plan import BucketCaps, Slot, make_plan
+from paceline.comm.group import Group
+from paceline.comm.pending import Pending
+from paceline.errors import OptionError, StalledError, StepError, WeightsError
+from paceline.hooks.exchange import Average, Bucket, Exchange
+from paceline.module_state.buffers import ModuleBuffers
+from paceline.reducer import verdict
+from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward
+from paceline.reducer.fleet import Fleet
+from paceline.reducer.ledger import Ledger, Schedule
+from paceline.reducer.planner import Planner
+from paceline.reducer.strict import Strict
+from paceline.reducer.times import Times
+from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
+from paceline.reducer.weights import Weights
+
+# So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
+_BATCH = 64
+_UNCAPPED = BucketCaps((2**63,))
+
+
+class Phase(enum.Enum):
+    """What a gradient that arrives is for."""
+
+    IDLE = enum.auto()
+    ACCUMULATING = enum.auto()
+    SYNCING = enum.auto()
+
+
+class Reducer:
+    """One wrapped module's gradients.
+
+    Args:
+        slots: every parameter that may get a gradient, now or once it is thawed.
+        parameters: the parameters, in the order of the slots.
+        group: whom to average with.
+        planner: makes the plans.
+        buffers: the module's buffers; each step tells the ranks whether anyone's have changed.
+        as_views: whether gradients are views of the buckets' storage.
+        strict: raises where torch's reducer raises.
+
+    Attributes:
+        syncs: whether a backward is to be synced.
+        step: how many steps there were.
+        summary: what the ranks said of the last step.
+        times: when what happened in the last step.
+        error: the last error in words.
+        trainable_at_wrap: slots that the first plan covers; torch's figures count them alone.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        parameters: Sequence[Parameter],
+        group: Group,
+        planner: Planner,
+        buffers: ModuleBuffers,
+        *,
+        as_views: bool,
+        strict: Strict | None,
+    ) -> None:
+        self.slots = slots
+        self.parameters = parameters
+        self.group = group
+        self.planner = planner
+        self.exchange: Exchange = Average(group)
+        self.strict = strict
+        self.syncs = True
+        self.step = 0
+        self.summary: Summary | None = None
+        self.times = Times()
+        self.error: str | None = None
+        self._buffers = buffers
+        self._as_views = as_views
+        self._lock = threading.RLock()  # gradients on several devices arrive in several threads
+        self._phase = Phase.IDLE
+        self._accumulated = bytearray(len(slots))
+        self._used = bytearray(len(slots))
+        self._pending: dict[int, Pending] = {}
+        self._given_up: dict[int, Pending] = {}
+        self._weights = Weights(parameters)
+        self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
+        self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
+        self._looked_at = 0
+        self.trainable_at_wrap = sorted(planner.order)
+        self.ledger = Ledger(planner.plan, len(slots))
+        self._lay_out()
+
+    def prepare(self) -> None:
+        """Get ready for a forward: settle a step that was given up, adopt a new plan."""
+        with self._lock:
+            if self._phase is not Phase.IDLE:
+                return
+            self._settle_given_up()
+            if self.strict is not None:
+                self.strict.begin()
+            self._arrivals.stay_last()
+            if self.fleet.plan is not self.planner.plan:
+                self._lay_out()
+
+    def begin(self, *, synced: bool) -> None:
+        """A backward has begun, or was found to be running."""
+        with self._lock:
+            if self._phase is Phase.IDLE:
+                at_end_of_backward(self._end, self._lose)
+                self._phase = Phase.ACCUMULATING
+                if self._weighed:
+                    self._weights.begin()
+            if synced and self._phase is Phase.ACCUMULATING:
+                self._start_step()
+                self._refuse_mixed_weights()
+
+    def give_up(self, outcome: Outcome, reason: str) -> None:
+        """Tell the other ranks, by the rest of this step's collectives, that the step is lost."""
+        with self._lock, torch.no_grad():
+            if self._phase is not Phase.SYNCING:
+                self._start_step()
+            self.group.roll_call.tell_why(self.step, reason)
+            for number, bucket in enumerate(self.fleet.buckets):
+                if number not in self._pending:
+                    bucket.zero()
+                    self._send(number, Report(used=bytes(len(self.slots)), outcome=outcome))
+            self._given_up = self._pending
+            self._drop()
+
+    @contextlib.contextmanager
+    def weigh(self, weight: float) -> Iterator[None]:
+        """Count what backward adds inside by a weight."""
+        self._check_accumulated()
+        with self._weights.hold(weight):
+            yield
+
+    def use(self, exchange: Exchange) -> None:
+        """Average by another exchange from now on."""
+        self.exchange = exchange
+        self._lay_out()
+
+    def move_to(self, group: Group) -> None:
+        """Go on with another group, as if training began anew."""
+        self.group = group
+        self.planner.restart()
+        self.use(self.exchange.on(group))
+
+    def check_finalised(self) -> None:
+        """Raise if a step has begun and not ended."""
+        if self._phase is not Phase.IDLE:
+            raise StepError(f"step {self.step} has not been finished (rank: {self.group.rank})")
+
+    @property
+    def launched(self) -> int:
+        """How many buckets left in the last step."""
+        return len(self._pending)
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each trainable parameter in the last step; torch's name for it."""
+        assert self.summary is not None
+        return self.summary.used[self.trainable_at_wrap]
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every step used the same parameters; torch's name for it."""
+        return self.ledger.steady
+
+    def detach(self) -> None:
+        """Take all hooks off the parameters."""
+        self._arrivals.remove()
+
+    # Note [One step], from the first gradient to the last bucket's launch.
+
+    def _look(self) -> None:
+        """Take in the gradients that have arrived since the last look."""
+        with self._lock:
+            noted = self._arrivals.noted
+            arrived = [self._slot_of[id(parameter)] for parameter in noted[self._looked_at :]]
+            self._looked_at = len(noted)
+            if self._phase is Phase.IDLE:
+                self.begin(synced=self.syncs)
+            if self._phase is Phase.ACCUMULATING:
+                for slot in arrived:
+                    self._accumulated[slot] = True
+                return
+            if self.strict is not None:
+                for slot in arrived:
+                    self.strict.mark(slot)
+            self._mark(arrived)
+            self._take_small(arrived)
+
+    def _mark(self, arrived: Sequence[int]) -> None:
+        mark, prompt = self.ledger.mark, self.fleet.prompt
+        for slot in arrived:
+            full = mark(slot)
+            if prompt[slot]:
+                self._take(slot)
+            if full is not None:
+                for number in self._schedule.release(full):
+                    self._launch(number)
+
+    def _start_step(self) -> None:
+        self._phase = Phase.IDLE
+        self.prepare()
+        self._phase = Phase.SYNCING
+        self._pending = {}
+        self._schedule = Schedule(len(self.fleet.buckets), hold=not self.planner.learned)
+        for bucket in self.fleet.buckets:
+            bucket.begin()
+        self.ledger.begin(self._accumulated)
+        self._used = self.ledger.used
+        self.times.backward_began()
+
+    def _take(self, slot: int) -> None:
+        if not self.ledger.is_ready(slot):
+            return
+        if self._weighed:
+            self._weights.blend(slot)
+        if self.parameters[slot].grad is not None:
+            with torch.no_grad():
+                self.fleet.bucket_of[slot].take(slot, self._factor)
+
+    def _take_small(self, slots: Sequence[int]) -> None:
+        if self._weighed:  # each has to be blended: when its bucket leaves
+            return
+        ready = filter(self.ledger.is_ready, slots)
+        with torch.no_grad():
+            for bucket, members in groupby(ready, key=self.fleet.bucket_of.__getitem__):
+                bucket.take_small(members)
+
+    def _launch(self, number: int) -> None:
+        self.ledger.mark_left(number)
+        with torch.no_grad():
+            self._fill(self.fleet.buckets[number], self._used, complete=self.ledger.is_as_expected(number))
+            self._send(number, self._report() if number == self.fleet.plan.carrier else None)
+
+    def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
+        if self._weighed:
+            for slot in bucket.slots:
+                self._weights.blend(slot.index)
+                if not self._weights.now:  # counts nothing
+                    used[slot.index] = self._accumulated[slot.index]
+        bucket.fill(self._factor, used, complete=complete and not self._weighed)
+
+    def _send(self, number: int, report: Report | None) -> None:
+        self.times.launched()
+        is_carrier = number == self.fleet.plan.carrier
+        if is_carrier and report is not None:
+            self.fleet.waybill.write(self.fleet.tail, self.group.rank, report)
+        bucket = self.fleet.buckets[number]
+        if bucket.slots or self.exchange.carries_waybill:
+            self._pending[number] = self.exchange.launch(bucket, number, is_last=is_carrier)
+
+    @property
+    def _weighed(self) -> bool:
+        return self._weights.now is not None
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self._weighed else self.exchange.factor
+
+    def _report(self) -> Report:
+        for slot in self._outside:
+            parameter = self.parameters[slot]
+            self._used[slot] = parameter.requires_grad and parameter.grad is not None
+        return Report(
+            used=self._used,
+            late=self.ledger.late,
+            thawed=any(self._used[slot] for slot in self._outside),
+            buffers_changed=self._buffers.changed(),
+            weight=self._weights.total,
+            order=self.ledger.order,
+        )
+
+    # Note [One step], from the end of backward to the averaged gradients.
+
+    def _end(self) -> None:
+        with self._lock, torch.no_grad():
+            try:
+                if self._phase is not Phase.IDLE:
+                    self._look()
+                if self._phase is Phase.SYNCING:
+                    self._finalise()
+            except BaseException as error:
+                self.error = f"{type(error).__name__}: {error}"
+                self._drop()
+                raise
+            finally:
+                self._rest()
+
+    def _lose(self) -> None:
+        # The exception that ended the backward is on its way; if the group is gone too, that one says more.
+        with contextlib.suppress(RuntimeError):
+            if self._phase is Phase.SYNCING:
+                self.give_up(Outcome.RAISED_IN_BACKWARD, "an exception")
+        self._rest()
+
+    def _rest(self) -> None:
+        self._phase = Phase.IDLE
+        self._arrivals.clear()
+        self._looked_at = 0
+
+    def _finalise(self) -> None:
+        self.times.backward_ended()
+        for number in self._schedule.rest():
+            if not self._skips(number):
+                self._launch(number)
+        again = {number: self._second(number) for number in self.ledger.late}
+        for number, pending in self._pending.items():
+            bucket = self.fleet.buckets[number]
+            self._land(bucket, number, pending)
+            if not self._weighed:
+                bucket.hand_out()
+        summary = self._read_waybill()
+        verdict.check(summary, self.step, self.group)
+        self._settle(summary)
+        self._reduce_again(summary, again)
+        if self._weighed:
+            self._weights.sync()
+        self._learn(summary)
+
+    def _skips(self, number: int) -> bool:
+        members = self.fleet.plan.buckets[number]
+        may_skip = self.strict is not None and self.strict.skips_unused and number != self.fleet.plan.carrier
+        return may_skip and not any(self._used[slot] for slot in members)
+
+    def _read_waybill(self) -> Summary:
+        if not self.exchange.carries_waybill:
+            # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
+            self.group.all_reduce(self.fleet.tail).wait(lambda: None)
+        self.times.landed()
+        return self.fleet.waybill.read(self.fleet.tail)
+
+    def _settle(self, summary: Summary) -> None:
+        """Hand out what had to wait for the waybill."""
+        used = _Lazily(summary)
+        for bucket in self.fleet.buckets:
+            if self._weighed:
+                bucket.scale(self._divide(summary))
+                bucket.hand_out()
+            bucket.settle(used)
+
+    def _divide(self, summary: Summary) -> float:
+        total = sum(weight or 0.0 for weight in summary.weights)
+        return self.exchange.gain / total if total else 0.0
+
+    def _reduce_again(self, summary: Summary, again: dict[int, Bucket]) -> None:
+        """Reduce what came too late for its bucket, and what no bucket had a place for."""
+        for number in summary.late:
+            more = again.get(number) or self._second(number, empty=True)
+            self._average(more, number, summary)
+            self.fleet.buckets[number].add(more)  # type: ignore[arg-type]  # of the same kind
+        if summary.thawed:
+            self._thaw(summary)
+
+    def _second(self, number: int, *, empty: bool = False) -> Bucket:
+        bucket = self.fleet.bucket(self.fleet.plan.buckets[number], as_views=True)
+        if empty:
+            bucket.zero()
+        else:
+            self._fill(bucket, bytearray(len(self.slots)))
+        return bucket
+
+    def _thaw(self, summary: Summary) -> None:
+        used = _Lazily(summary)
+        thawed = [slot for slot in self._outside if used[slot]]
+        for members in make_plan(self.slots, thawed, _UNCAPPED).buckets:
+            if members:
+                bucket = self.fleet.bucket(members, as_views=self._as_views)
+                self._fill(bucket, self._used)
+                self._average(bucket, len(self.fleet.buckets), summary)
+                bucket.hand_out()
+                bucket.settle(used)
+        self.planner.thaw(thawed)
+
+    def _average(self, bucket: Bucket, number: int, summary: Summary) -> None:
+        self._land(bucket, number, self.exchange.launch(bucket, number, is_last=True))
+        if self._weighed:
+            bucket.scale(self._divide(summary))
+
+    def _learn(self, summary: Summary) -> None:
+        self.ledger.learn()
+        self.planner.learn(summary.order)
+        self.summary = summary
+        self._buffers.learn(changed=summary.buffers_changed)
+        self._accumulated = bytearray(len(self.slots))
+        self.step += 1
+
+    def _drop(self) -> None:
+        """Forget a step that is lost, with the gradients that it leaves behind."""
+        for bucket in self.fleet.buckets:
+            bucket.reset()
+        for slot, parameter in enumerate(self.parameters):
+            if self._used[slot]:
+                parameter.grad = None
+        self._accumulated = bytearray(len(self.slots))
+        self._weights.reset()
+        self._phase = Phase.IDLE
+        self.step += 1
+
+    def _land(self, bucket: Bucket, number: int, pending: Pending) -> None:
+        unusual = partial(self.group.roll_call.post, self.step, number)
+        try:
+            self.exchange.land(bucket, number, pending, unusual)
+        except StepError:
+            raise
+        except RuntimeError as error:
+            raise StalledError(verdict.stalled(bucket, number, self.step, self.group, error)) from error
+
+    def _settle_given_up(self) -> None:
+        given_up, self._given_up = self._given_up, {}
+        for number, pending in given_up.items():
+            self._land(self.fleet.buckets[number], number, pending)
+        if given_up:
+            self._read_waybill()
+
+    def _refuse_mixed_weights(self) -> None:
+        if self._weights.carries and not self._weighed:
+            raise WeightsError("earlier passes were weighed and this one is not; weigh every pass, or none")
+
+    def _check_accumulated(self) -> None:
+        if all(parameter.grad is None for parameter in self.parameters):  # cleared since
+            self._accumulated = bytearray(len(self.slots))
+            self._weights.reset()
+        if any(self._accumulated) and not self._weights.carries:
+            raise OptionError("gradients were accumulated without a weight; weigh every pass, or none")
+
+    def _lay_out(self) -> None:
+        """Make the plan's buckets; their storage comes when it is first needed."""
+        plan = self.planner.plan
+        waybill = Waybill(
+            slots=len(self.slots),
+            buckets=len(plan.buckets),
+            world=self.group.size,
+            teaching=self.planner.teaching,
+        )
+        self.fleet = Fleet(
+            plan,
+            self.slots,
+            self.parameters,
+            waybill,
+            waybill_rides=self.exchange.carries_waybill,
+            as_views=self._as_views,
+        )
+        learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
+        self.ledger.expect_as(learned)
+        self._outside = self.planner.outside()
+        eager = {members[-1] for members in plan.buckets if members} if self.planner.learned else set()
+        for slot in self.planner.order:
+            eagerly = slot in eager or bool(self.fleet.prompt[slot])
+            self._arrivals.watch(slot, self.parameters[slot], eagerly=eagerly)
+
+
+class _Lazily(Sequence[int]):
+    """By how many ranks each slot was used, made a list only if someone asks: in most steps no one does."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        self._list: list[int] | None = None
+
+    def __getitem__(self, slot: Any) -> Any:
+        if self._list is None:
+            self._list = self._summary.used.tolist()
+        return self._list[slot]
+
+    def __len__(self) -> int:
+        return len(self._summary.used)
+
+
+def _weakly(reducer: Reducer) -> Callable[[], None]:
+    """The reducer's look at arrivals; not kept alive by it, because parameters' hooks hold it."""
+    alive = weakref.ref(reducer)
+
+    def look() -> None:
+        if (here := alive()) is not None:
+            here._look()
+
+    return look

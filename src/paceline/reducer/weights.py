@@ -1,0 +1,131 @@
+"""Contributions that count by their samples or tokens: what ``weigh`` does to gradients.
+
+The average over ranks r and accumulated passes k is ``sum n[r,k] * g[r,k] / sum n[r,k]``. Passes that are
+only accumulated leave ``sum n * g`` in ``.grad``; the pass that synchronises reduces that sum, and the sum
+of the weights travels in the waybill. Gradients that were there before the first pass are kept aside
+meanwhile, and the average is added to them.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.errors import OptionError
+
+
+class Weights:
+    """The weighed passes since gradients were last averaged.
+
+    Args:
+        parameters: every slot's parameter.
+
+    Attributes:
+        now: the weight that holds; None outside ``weigh``.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        self.now: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is carried from earlier passes."""
+        self._carried: float | None = None
+        self._ran = self._synced = False
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._older: list[Tensor | None] = [None] * len(self._parameters)
+
+    @property
+    def total(self) -> float | None:
+        """The weight that goes with the sums; None for the plain mean."""
+        return None if self.now is None else (self._carried or 0.0) + self.now
+
+    @property
+    def carries(self) -> bool:
+        """Whether earlier passes wait to be averaged."""
+        return self._carried is not None
+
+    @contextlib.contextmanager
+    def hold(self, weight: float) -> Iterator[None]:
+        """Weigh whatever backward adds inside."""
+        checked = _check(weight)
+        if self.now is not None:
+            raise OptionError(f"a weight holds already (outer: {self.now}, inner: {checked})")
+        self._set_aside(self._sums if self.carries else self._older)
+        self.now, self._ran = checked, False
+        try:
+            yield
+            self._close()
+        finally:
+            self._give_back()
+            self.now = None
+
+    def begin(self) -> None:
+        """A backward begins under this weight; what an earlier one has averaged is older now."""
+        self._ran = True
+        if self._synced:
+            self._set_aside(self._older)
+
+    def blend(self, slot: int) -> None:
+        """Turn a parameter's fresh gradient into the weighed sum that is to be reduced."""
+        parameter = self._parameters[slot]
+        grad, total = parameter.grad, self._sums[slot]
+        self._sums[slot] = None
+        if grad is None or not self.now:  # a pass that counts nothing may well have made NaNs
+            parameter.grad = total
+            return
+        weighed = grad * self.now
+        parameter.grad = weighed if total is None else weighed + total
+
+    def sync(self) -> None:
+        """The sums have been averaged: add what is older."""
+        self._add_older()
+        self._synced = True
+
+    def _close(self) -> None:
+        if self._synced:
+            self.reset()
+        elif self._ran:
+            with torch.no_grad():
+                for slot in range(len(self._parameters)):
+                    self.blend(slot)
+            self._carried = self.total
+
+    def _give_back(self) -> None:
+        """Put back what is still aside: sums of earlier passes, or all there was if none is carried."""
+        for slot, total in enumerate(self._sums):
+            if total is not None:
+                self._parameters[slot].grad = total
+        self._sums = [None] * len(self._sums)
+        if not self.carries:
+            self._add_older()
+            self._synced = False
+
+    def _add_older(self) -> None:
+        for slot, older in enumerate(self._older):
+            if older is not None:
+                parameter = self._parameters[slot]
+                parameter.grad = older if parameter.grad is None else parameter.grad.add_(older)
+        self._older = [None] * len(self._older)
+
+    def _set_aside(self, where: list[Tensor | None]) -> None:
+        with torch.no_grad():
+            for slot, parameter in enumerate(self._parameters):
+                if parameter.grad is not None:
+                    # A copy where it may be a view of storage that is about to be filled.
+                    where[slot] = parameter.grad.clone() if parameter.grad._is_view() else parameter.grad
+                    parameter.grad = None
+
+
+def _check(weight: object) -> float:
+    if isinstance(weight, Tensor):
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise OptionError(f"a weight is a number (weight: {weight!r})")
+    if not math.isfinite(weight) or weight < 0:
+        raise OptionError(f"a weight must be finite and not negative (weight: {weight})")
+    return float(weight)

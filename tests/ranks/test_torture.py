@@ -1,0 +1,70 @@
+"""Every case of the torture suite is right with a plain wrapper: no flag, no rewrite by the user."""
+
+from collections.abc import Iterator
+
+import pytest
+from torture.case import Case
+from torture.judge import Verdict, judge
+from torture.run import Wrapper, oracle, train
+from torture.suite import ALL, CASES
+from torture_table import README, rows
+
+from paceline.testing import RankPool
+
+# Torch says so of each checkpoint inside another, where it is of no consequence.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+# Cases in which ranks play different parts, so that a third one may matter.
+WIDE = [
+    "parameter unused on one rank",
+    "another branch on each rank",
+    "another output in the loss on each rank",
+    "re-entrant checkpoint, parameter unused on one rank",
+    "two losses, two backwards, `retain_graph`",
+    "sparse embedding, empty input on one rank",
+    "`no_sync`, parameter used in the first micro-batch of one rank only",
+    "exception in forward on one rank, then clean",
+    "exception in backward on one rank, then clean",
+]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Kept ranks, by the size of their world."""
+    pools = {world: RankPool(world, timeout=30.0) for world in (2, 3)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def check(case: Case, wrapper: Wrapper, pools: dict[int, RankPool], *, world: int) -> None:
+    seen = pools[world].run(train, case.name, wrapper)
+    found = judge(case, oracle(case, world), seen)
+    if found.verdict is not Verdict.RIGHT:
+        # The ranks may be out of step with each other: the next case is not to suffer from it.
+        pools[world].close()
+        pools[world] = RankPool(world, timeout=30.0)
+    assert found.verdict is Verdict.RIGHT, f"{found.verdict}: {found.reason}"
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, view: bool, pools: dict[int, RankPool]) -> None:
+    check(CASES[name], Wrapper("paceline", {"gradient_as_bucket_view": view}), pools, world=2)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_case_on_three_ranks(name: str, pools: dict[int, RankPool]) -> None:
+    check(CASES[name], Wrapper("paceline"), pools, world=3)
+
+
+def test_no_two_cases_have_the_same_name() -> None:
+    assert len(CASES) == len(ALL)
+
+
+def test_the_readme_lists_every_case_and_no_other() -> None:
+    assert [row[0] for row in rows(README.read_text())] == list(CASES)
+
+
+def test_the_readme_says_right_of_every_case() -> None:
+    assert {row[-1] for row in rows(README.read_text())} == {Verdict.RIGHT}

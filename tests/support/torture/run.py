@@ -1,0 +1,173 @@
+"""A case on real ranks, and what one process makes of it."""
+
+import copy
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from torture import suite
+from torture.case import BoomError, Case, Turn, Wrapping
+
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A way to wrap a module, which can be sent to a rank."""
+
+    package: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        if self.package == "paceline":
+            from paceline import DistributedDataParallel
+        else:
+            from torch.nn.parallel import DistributedDataParallel
+        return DistributedDataParallel(module, **self.options)
+
+
+@dataclass(frozen=True)
+class Grads:
+    """What a rank has after a step."""
+
+    grads: dict[str, torch.Tensor | None]
+    local: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A step that a rank lost, and the error it saw."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The module was not wrapped at all."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What all ranks must have after a step, and what each must have for itself."""
+
+    grads: dict[str, torch.Tensor | None]
+    local: list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """A step that must be lost on every rank, by the fault of ``culprits``."""
+
+    culprits: list[int]
+
+
+def train(rank: int, name: str, wrapper: Wrapper) -> list[Grads | Lost] | Refused:
+    """Run a case on a rank."""
+    try:
+        return train_case(rank, suite.CASES[name], wrapper)
+    finally:
+        # torch's wrapper can hang if it outlives its group.
+        gc.collect()
+
+
+def train_case(rank: int, case: Case, wrapping: Wrapping) -> list[Grads | Lost] | Refused:
+    """One rank's steps, with the module in what ``wrapping`` makes of it."""
+    module = case.module()
+    try:
+        net = case.wrap(module, wrapping)
+    except Exception as error:
+        if case.refused:
+            return Refused(str(error))
+        raise
+    return [_step(case, Turn(net, module, rank, step)) for step in range(case.steps)]
+
+
+def _step(case: Case, turn: Turn) -> Grads | Lost:
+    case.clear(turn.module)
+    try:
+        case.step(turn)
+    except RuntimeError as error:
+        if not case.catches:
+            raise
+        turn.module.zero_grad()
+        return Lost(str(error))
+    seen = Grads(grads_of(turn.module), turn.local)
+    update(turn.module)
+    return seen
+
+
+def update(module: nn.Module) -> None:
+    torch.optim.SGD(module.parameters(), lr=LEARNING_RATE).step()
+
+
+def grads_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of the gradients, as they are: ``clone`` keeps layout and strides."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in module.named_parameters()
+    }
+
+
+@cache
+def oracle(case: Case, world: int) -> list[Expected | ExpectedLoss]:
+    """One process runs every rank's part from the same start, and averages."""
+    if case.refused:
+        return []
+    module = case.module()
+    expected: list[Expected | ExpectedLoss] = []
+    for step in range(case.steps):
+        case.clear(module)
+        turns = [_plain_turn(module, rank, step) for rank in range(world)]
+        if culprits := [turn.rank for turn in turns if _is_lost(case, turn)]:
+            module.zero_grad()
+            expected.append(ExpectedLoss(culprits))
+            continue
+        grads = mean([grads_of(turn.module) for turn in turns])
+        # Buffers, modes and what is trained go on as rank 0 left them.
+        module = turns[0].module
+        _put(module, grads)
+        expected.append(Expected(grads_of(module), [turn.local for turn in turns]))
+        update(module)
+    return expected
+
+
+def _plain_turn(module: nn.Module, rank: int, step: int) -> Turn:
+    grads = grads_of(module)
+    # A copy of a module has its parameters but not their gradients.
+    own = copy.deepcopy(module)
+    _put(own, grads)
+    return Turn(own, own, rank, step)
+
+
+def _put(module: nn.Module, grads: dict[str, torch.Tensor | None]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.grad = grads[name]
+
+
+def _is_lost(case: Case, turn: Turn) -> bool:
+    try:
+        case.step(turn)
+    except BoomError:
+        return True
+    return False
+
+
+def mean(grads: Sequence[dict[str, torch.Tensor | None]]) -> dict[str, torch.Tensor | None]:
+    """The average over ranks; None where no rank has a gradient, else a rank without one counts as zeros."""
+    return {name: _mean([rank[name] for rank in grads], len(grads)) for name in grads[0]}
+
+
+def _mean(parts: Sequence[torch.Tensor | None], world: int) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    dtype = present[0].dtype
+    fine = [part.to(torch.promote_types(dtype, torch.double)) for part in present]
+    return (sum(fine[1:], start=fine[0]) / world).to(dtype)

@@ -1,0 +1,115 @@
+"""Runs the torture suite with torch's wrapper and with paceline's, and makes the README's table of it.
+
+python tests/support/torture_table.py [--write] [--only WORD]
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torture.case import Case
+from torture.judge import Finding, Verdict, judge
+from torture.run import Wrapper, oracle, train
+from torture.suite import CASES
+
+from paceline.testing import RanksError, run_ranks
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- torture table: begin -->", "<!-- torture table: end -->"
+WORLD = 2
+# A step takes milliseconds, so a rank that needs so long waits for another.
+HANG_SECONDS = 10.0
+FLAGS = [("find_unused_parameters",), ("static_graph",), ("find_unused_parameters", "static_graph")]
+ORDER = list(Verdict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    parser.add_argument("--only", default="", help="only the cases whose name has this word")
+    options = parser.parse_args()
+    if options.write and options.only:
+        parser.error("--write needs every case: leave out --only")
+    # What the ranks would say about torch's limits is what the table is for.
+    os.environ |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    table = []
+    for line in lines([case for case in CASES.values() if options.only in case.name]):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        table.append(line)
+    if options.write:
+        README.write_text(with_table(README.read_text(), "\n".join(table)))
+
+
+def lines(cases: Sequence[Case]) -> Iterator[str]:
+    yield "| case | torch, default flags | torch, best flags | paceline, no flag |"
+    yield "|---|---|---|---|"
+    for case in cases:
+        default = finding(case, Wrapper("torch"))
+        flags, best = best_of_torch(case, default)
+        ours = worst([finding(case, wrapper) for wrapper in paceline_wrappers()])
+        flagged = f" ({', '.join(f'`{flag}`' for flag in flags)})" if flags else ""
+        yield f"| {case.name} | {default.verdict} | {best.verdict}{flagged} | {ours.verdict} |"
+
+
+def paceline_wrappers() -> list[Wrapper]:
+    return [Wrapper("paceline", {"gradient_as_bucket_view": view}) for view in (False, True)]
+
+
+def best_of_torch(case: Case, default: Finding) -> tuple[tuple[str, ...], Finding]:
+    """The flags that take torch furthest, and how far; no flags where none helps."""
+    best: tuple[tuple[str, ...], Finding] = ((), default)
+    for flags in flag_sets(case):
+        if best[1].verdict is Verdict.RIGHT:
+            break
+        found = finding(case, Wrapper("torch", {flag.split("=")[0]: "=" not in flag for flag in flags}))
+        best = min(best, (flags, found), key=lambda pair: ORDER.index(pair[1].verdict))
+    return best
+
+
+def flag_sets(case: Case) -> list[tuple[str, ...]]:
+    return [("broadcast_buffers=False",), *FLAGS] if case.has_buffers else FLAGS
+
+
+def finding(case: Case, wrapper: Wrapper) -> Finding:
+    found = _finding(case, wrapper)
+    if found.verdict is not Verdict.RIGHT:
+        sys.stderr.write(f"{case.name}: {wrapper}: {found.verdict}: {found.reason}\n")
+    return found
+
+
+def _finding(case: Case, wrapper: Wrapper) -> Finding:
+    try:
+        # Fresh ranks, because what one case breaks must not break the next.
+        ranks = run_ranks(train, WORLD, args=(case.name, wrapper), timeout=HANG_SECONDS)
+    except RanksError as error:
+        first = error.exceptions[0]
+        verdict = Verdict.HANG if isinstance(first, TimeoutError) else Verdict.ERROR
+        return Finding(verdict, f"{type(first).__name__}: {first}".splitlines()[0])
+    return judge(case, oracle(case, WORLD), ranks)
+
+
+def worst(findings: Sequence[Finding]) -> Finding:
+    return max(findings, key=lambda finding: ORDER.index(finding.verdict))
+
+
+def with_table(text: str, table: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or not after:
+        raise ValueError(f"README must have the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the table in the README's text, header left out."""
+    table = re.search(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", text, re.DOTALL)
+    body = table[1].strip().splitlines()[2:] if table else []
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
+
+
+if __name__ == "__main__":
+    main()
