@@ -96,7 +96,9 @@ class DenseBucket:
         """A step begins: note which large slots have no gradient yet, and leave storage that others hold."""
         prompt = range(self._small, len(self._members))
         self._new = {position for position in prompt if self._members[position].grad is None}
-        if self._flat is not None and self._references() > self._own_references:
+        if self._as_views or self._flat is None:
+            return
+        if self._references() > self._own_references:
             held_by_parameters = sum(self._is_lent(position) for position in prompt)
             if self._references() > self._own_references + held_by_parameters:
                 self._flat = None

@@ -9,7 +9,7 @@ Private parts of torch that are used here, tried with torch 2.13: ``queue_callba
 ``_will_engine_execute_node``, ``_current_graph_task_id``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Arrivals:
     def __init__(self, look: Callable[[], None], every: int) -> None:
         self.noted: list[Tensor] = []
         self._hooks: dict[int, _Hook] = {}
+        self._hooks_a_parameter: list[dict[int, object]] = []
         noted, append = self.noted, self.noted.append
 
         def note(parameter: Tensor) -> None:
@@ -50,18 +51,20 @@ class Arrivals:
 
         self._note, self._note_eagerly = note, note_eagerly
 
-    def watch(self, slot: int, parameter: Tensor, *, eagerly: bool) -> None:
-        """Note a parameter's gradients from now on."""
-        note = self._note_eagerly if eagerly else self._note
-        known = self._hooks.get(slot)
-        if known is None or known.note is not note:
-            if known is not None:
+    def watch(self, parameters: Mapping[int, Tensor], *, eager: Container[int]) -> None:
+        """Note the gradients of these slots' parameters from now on."""
+        for slot, parameter in parameters.items():
+            note = self._note_eagerly if slot in eager else self._note
+            known = self._hooks.get(slot)
+            if known is not None and known.note is not note:
                 known.handle.remove()
-            self._hooks[slot] = _Hook(parameter, note)
+            if known is None or known.note is not note:
+                self._hooks[slot] = _Hook(parameter, note)
+        self._hooks_a_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
 
     def stay_last(self) -> None:
         """Move behind hooks that users have put on parameters since, so that theirs come first."""
-        if self._hooks and max(len(hook.all_of_parameter) for hook in self._hooks.values()) > 1:
+        if max(map(len, self._hooks_a_parameter), default=0) > 1:
             for hook in self._hooks.values():
                 hook.move_to_end()
 
@@ -74,6 +77,7 @@ class Arrivals:
         for hook in self._hooks.values():
             hook.handle.remove()
         self._hooks.clear()
+        self._hooks_a_parameter = []
 
 
 class _Hook:
@@ -136,19 +140,24 @@ class _End:
             self._lose()
 
 
-def _accumulates(nodes: list[Node | None]) -> bool:
+def _accumulates(nodes: Iterable[Node | None]) -> bool:
     """Whether the running backward goes everywhere, or only to chosen inputs as autograd.grad's does.
 
     In a backward that goes everywhere each node below one that runs will run. So one path down to a leaf
     tells. A restricted backward that does add gradients (``backward(inputs=...)``) is left to its first
     gradient.
     """
-    node = next(filter(None, nodes), None)
-    while node is not None:
+    while (node := _nearest_leaf(nodes)) is not None:
         try:
             if not torch._C._will_engine_execute_node(node):
                 return False
         except RuntimeError:  # a leaf that autograd.grad was asked for
             return False
-        node = next((next_ for next_, _ in node.next_functions if next_ is not None), None)
+        nodes = (next_ for next_, _ in node.next_functions)
     return True
+
+
+def _nearest_leaf(nodes: Iterable[Node | None]) -> Node | None:
+    """A leaf among the nodes if there is one, to keep the path short; else any."""
+    present = [node for node in nodes if node is not None]
+    return next((node for node in present if not node.next_functions), present[0] if present else None)

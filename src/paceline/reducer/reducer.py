@@ -119,9 +119,10 @@ class Reducer:
             self._settle_given_up()
             if self.strict is not None:
                 self.strict.begin()
-            self._arrivals.stay_last()
             if self.fleet.plan is not self.planner.plan:
                 self._lay_out()
+            self._watch()
+            self._arrivals.stay_last()
 
     def begin(self, *, synced: bool) -> None:
         """A backward has begun, or was found to be running."""
@@ -465,10 +466,19 @@ class Reducer:
         learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
         self.ledger.expect_as(learned)
         self._outside = self.planner.outside()
-        eager = {members[-1] for members in plan.buckets if members} if self.planner.learned else set()
-        for slot in self.planner.order:
-            eagerly = slot in eager or bool(self.fleet.prompt[slot])
-            self._arrivals.watch(slot, self.parameters[slot], eagerly=eagerly)
+        self._unwatched = set(self.planner.order)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Put hooks on the planned parameters; on one that is frozen on this rank as soon as it is thawed."""
+        thawed = {slot for slot in self._unwatched if self.parameters[slot].requires_grad}
+        if not thawed:
+            return
+        self._unwatched -= thawed
+        eager = {slot for slot in thawed if self.fleet.prompt[slot]}
+        if self.planner.learned:
+            eager.update(members[-1] for members in self.fleet.plan.buckets if members)
+        self._arrivals.watch({slot: self.parameters[slot] for slot in thawed}, eager=eager)
 
 
 class _Lazily(Sequence[int]):
