@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,12 +22,11 @@ from paceline.module_state import parameters as state
 from paceline.module_state.broadcast import broadcast_state
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.options import CapOptions, strict_mode
-from paceline.reducer.autograd_hooks import in_backward, mark
+from paceline.reducer.autograd_hooks import current_backward, mark
 from paceline.reducer.planner import Planner
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
 from paceline.reducer.strict import Strict
-from paceline.reducer.waybill import Outcome
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.torch_surface import TorchSurface
@@ -108,6 +108,7 @@ class DistributedDataParallel(TorchSurface):
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        _refuse_uninitialised(module, self.parameters_to_ignore)
         self._slots = state.collect(module, self.parameters_to_ignore)
         _check_module(module, self._slots, self.parameters_to_ignore)
         self._place_module(device_ids, output_device)
@@ -141,14 +142,16 @@ class DistributedDataParallel(TorchSurface):
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             try:
                 output = self._run_ddp_forward(*inputs, **kwargs)
-            except Exception as error:
+            except BaseException as error:
                 self._give_up(error)
                 raise
-            return self._post_forward(output)
+            return self._post_forward(output, given=(inputs, kwargs))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._syncs_now():
             self._stats.begin_forward()
+        if torch.is_grad_enabled():
+            self._refuse_optimizers_in_backward()
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -160,14 +163,15 @@ class DistributedDataParallel(TorchSurface):
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
 
-    def _post_forward(self, output: Any) -> Any:
+    def _post_forward(self, output: Any, given: Any = ()) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         synced = self._syncs_now()
         self.require_forward_param_sync = synced
         if torch.is_grad_enabled():
-            begin = functools.partial(self._begin_backward, synced=synced)
-            mark(tree.leaves(output), begin)
+            self.reducer.expected |= synced
+            begins = functools.partial(_begin_backward, weakref.ref(self.reducer), synced=synced)
+            mark(tree.leaves(output), begins, but=tree.leaves(given))
         return output
 
     @property
@@ -179,18 +183,15 @@ class DistributedDataParallel(TorchSurface):
     def require_backward_grad_sync(self, synced: bool) -> None:
         self.reducer.syncs = synced
 
-    def _begin_backward(self, *, synced: bool) -> None:
-        self.reducer.begin(synced=synced and self.require_backward_grad_sync)
-
     def _syncs_now(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Let the other ranks know that this one's forward raised, lest they wait for its gradients."""
         # Inside a backward it may be a checkpoint that has recomputed enough; if not, backward is lost by it.
-        if self._syncs_now() and not in_backward():
+        if self._syncs_now() and current_backward() == -1:
             try:
-                self.reducer.give_up(Outcome.RAISED_IN_FORWARD, repr(error))
+                self.reducer.lane.fail_forward(self.reducer, repr(error))
             except RuntimeError as another:
                 error.add_note(f"the other ranks could not be told ({another})")
 
@@ -221,7 +222,8 @@ class DistributedDataParallel(TorchSurface):
     def _sync_buffers(self) -> None:
         buffers = self._buffers_in_module
         if buffers.hook is not None:
-            buffers.hook.call(buffers.hook.state, buffers.named())
+            futures = buffers.hook.call(buffers.hook.state, buffers.named())
+            self.reducer.wait_for(futures or ())
         elif not buffers.constant:
             buffers.broadcast(self._group, source=0, bytes_at_once=self.broadcast_bucket_size)
 
@@ -246,7 +248,9 @@ class DistributedDataParallel(TorchSurface):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a state dict, with the prefix ``module.`` or without."""
-        if any(key.startswith("module.") for key in state_dict):
+        inner = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
+        prefixed = {f"module.{name}" for name in inner}
+        if inner.isdisjoint(state_dict) or not prefixed.isdisjoint(state_dict):
             return nn.Module.load_state_dict(self, state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)
 
@@ -257,7 +261,10 @@ class DistributedDataParallel(TorchSurface):
             shared = self.__dict__.get("_share_attributes", False) and not name.startswith("__")
             if not shared or name == "module":
                 raise
-        # Outside the try: an error raised inside a property of the module is shown as it is.
+        # Outside the try, and past the module's own search: an error inside a property is shown as it is.
+        static = getattr(type(self.module), name, None)
+        if isinstance(static, property) and static.fget is not None:
+            return static.fget(self.module)
         return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,7 +277,6 @@ class DistributedDataParallel(TorchSurface):
         for name in (
             "process_group",
             "reducer",
-            "logger",
             "_group",
             "_slots",
             "_buffers_in_module",
@@ -286,6 +292,8 @@ class DistributedDataParallel(TorchSurface):
         self._slots = state.collect(self.module, self.parameters_to_ignore)
         self._buffers_in_module = ModuleBuffers(self.module, self.parameters_to_ignore)
         self._build_reducer()
+        if self.static_graph and self.reducer.strict is not None:
+            self.reducer.strict.static = True
 
     def _place_module(self, device_ids: Any, output_device: Any) -> None:
         parameters = self._slots.parameters
@@ -294,9 +302,7 @@ class DistributedDataParallel(TorchSurface):
         self.device = parameters[0].device
         self.device_type = self.device.type
         if device_ids and len(device_ids) > 1:
-            raise OptionError("device_ids can only be None or contain a single element.")
-        if len(types := {device.type for device in found}) > 1:
-            raise OptionError(f"a module must be on the same type of devices (found: {sorted(types)})")
+            raise OptionError(f"device_ids may name one device at most (device_ids: {device_ids})")
         self.device_ids: list[int] | None = None
         self.output_device: int | None = None
         if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
@@ -312,8 +318,8 @@ class DistributedDataParallel(TorchSurface):
         self.output_device = dev.resolve(output).index
 
     def _start_equal(self, *, buffers: bool) -> None:
-        caps = ("the bucket caps", repr(self._caps.sizes))
-        check_same(self._group, [*state.describe(self._slots), caps], self.device)
+        options = [("the bucket caps", repr(self._caps.sizes)), ("rebuild_plan", repr(self._rebuild_plan))]
+        check_same(self._group, state.describe(self._slots), options, self.device)
         broadcast_state(
             self._group,
             self.module,
@@ -352,6 +358,12 @@ class DistributedDataParallel(TorchSurface):
             skips_unused=self.skip_all_reduce_unused_params,
         )
 
+    def _refuse_optimizers_in_backward(self) -> None:
+        if not self.reducer.step and any(
+            hasattr(each, "_in_backward_optimizers") for each in self._slots.parameters
+        ):
+            raise UnsupportedError("optimizers that step in backward are not supported yet")
+
     def _send(self, leaf: Any) -> Any:
         return dev.send(leaf, self.device) if isinstance(leaf, Tensor) else leaf
 
@@ -359,6 +371,8 @@ class DistributedDataParallel(TorchSurface):
 def _process_group(process_group: Any, device_mesh: Any) -> Any:
     if process_group is not None and device_mesh is not None:
         raise WrapError("Cannot specify both process_group and device_mesh arguments.")
+    if process_group is not None and not groups.belongs_to(process_group):
+        raise OptionError("this rank is not in the process group that it is to average with")
     if device_mesh is None:
         return groups.default_process_group() if process_group is None else process_group
     if device_mesh.ndim != 1:
@@ -366,17 +380,29 @@ def _process_group(process_group: Any, device_mesh: Any) -> Any:
     return groups.of_mesh(device_mesh)
 
 
+def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
+    # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
+    if (alive := reducer()) is not None:
+        alive.begin(synced=synced and alive.syncs)
+
+
+def _refuse_uninitialised(module: nn.Module, ignored: set[str]) -> None:
+    for name, parameter in module.named_parameters():
+        if name not in ignored and isinstance(parameter, nn.UninitializedParameter):
+            raise WrapError(
+                f"a lazy module must be called once before it is wrapped (uninitialised: {name!r})"
+            )
+
+
 def _check_module(module: nn.Module, found: state.Slots, ignored: set[str]) -> None:
-    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module.parameters()):
-        raise WrapError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-            "Call the module once before wrapping it"
-        )
     if not found.trainable:
         raise WrapError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
-            f"gradient. (module: {type(module).__name__}, ignored: {sorted(ignored)})"
+            "DistributedDataParallel is not needed for a module without a parameter that requires a gradient "
+            f"(module: {type(module).__name__}, ignored: {sorted(ignored)})"
         )
+    types = sorted({parameter.device.type for parameter in found.parameters})
+    if len(types) > 1:
+        raise OptionError(f"a module must be on one type of device (found: {types})")
     for slot, parameter in zip(found.slots, found.parameters, strict=True):
         if parameter.device.type == "meta":
             raise WrapError(

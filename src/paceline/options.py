@@ -28,8 +28,8 @@ class CapOptions:
 
     def __post_init__(self) -> None:
         for cap in (self.cap_mb, *(self.caps_mb or ())):
-            if cap is not None and not cap > 0:
-                raise OptionError(f"a bucket cap must be positive (bucket_cap_mb: {cap})")
+            if cap is not None and not cap >= 0:
+                raise OptionError(f"a bucket cap must not be negative (bucket_cap_mb: {cap})")
 
     @property
     def is_default(self) -> bool:
@@ -44,7 +44,11 @@ class CapOptions:
     @property
     def cap(self) -> int:
         """Bytes of the largest bucket."""
-        return max(self.listed) if self.listed else int((self.cap_mb or DEFAULT_CAP_MB) * _MIB)
+        return (
+            max(self.listed)
+            if self.listed
+            else int((DEFAULT_CAP_MB if self.cap_mb is None else self.cap_mb) * _MIB)
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:

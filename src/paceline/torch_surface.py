@@ -6,6 +6,7 @@ Each does the job that it has in torch; ``distributed.py`` has what a step is ma
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.errors import OptionError, UnsupportedError
 from paceline.hooks.builtin import builtin_hook
 from paceline.hooks.comm_hook import CommHook
-from paceline.module_state.buffers import BufferHook, BufferHookLocation, ModuleBuffers, keeping_versions
+from paceline.module_state.buffers import BufferHook, BufferHookLocation, ModuleBuffers, broadcast_in_place
 from paceline.module_state.parameters import Slots
 from paceline.observe.logging_data import construction_data
 from paceline.options import CapOptions
@@ -86,7 +87,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            warnings.warn("the graph was said to be static before", stacklevel=2)
             return
         with self._noting_errors():
             if self.reducer.step:
@@ -192,8 +193,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        with torch.no_grad(), keeping_versions(tensors):
-            self._group.broadcast(tensors, source=authoritative_rank, bytes_at_once=buffer_size)
+        broadcast_in_place(self._group, tensors, source=authoritative_rank, bytes_at_once=buffer_size)
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.detach()
@@ -251,9 +251,8 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Average by a hook of torch's own, named by its type."""
-        self._use(
-            CommHook(self._group, None, builtin_hook(self._group, comm_hook_type), name=str(comm_hook_type))
-        )
+        make = partial(builtin_hook, kind=comm_hook_type)
+        self._use(CommHook(self._group, None, make(self._group), name=str(comm_hook_type), remake=make))
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
@@ -284,12 +283,6 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         """Outputs of several devices joined on one."""
         return gather(outputs, output_device, dim=self.dim)
 
-    def join(self, *_: Any, **__: Any) -> Any:
-        """Not supported yet."""
-        raise UnsupportedError("join is not supported yet")
-
-    join_hook = join
-
     @property
     def join_device(self) -> torch.device:
         """The device for the collectives of torch's join context."""
@@ -299,3 +292,23 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def join_process_group(self) -> Any:
         """The group for the collectives of torch's join context."""
         return self.process_group
+
+
+def _unsupported(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError(f"{name} is not supported yet")
+
+    return refuse
+
+
+# Methods of torch's class that would work on parts which ours does not have.
+for _name in (
+    *("join", "join_hook", "_find_common_rank", "_sync_final_model", "_sync_module_buffers"),
+    *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
+    *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce", "_set_sparse_metadata"),
+    *("_register_fused_optim", "_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
+    *("_module_wait_for_copy_hook", "_register_accum_grad_hook", "_fire_reducer_autograd_hook"),
+    *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
+    *("_ddp_init_helper", "_assign_modules_buffers", "_passing_sync_batchnorm_handle"),
+):
+    setattr(TorchSurface, _name, _unsupported(_name))

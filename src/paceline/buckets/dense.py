@@ -7,15 +7,8 @@ can be told apart, and autograd never writes into storage that a reduction reads
 Note [Small and prompt]. Gradients are copied soon after they are ready, while they are still in the cache: a
 large one promptly, scaled by the same call; small ones many at a time, because there the calls cost more than
 the copying, and scaled when the bucket leaves.
-
-Note [Lent storage]. A parameter that keeps a gradient of its own gets the average by a copy. For a large
-one that autograd has just made, and that no one has seen yet, there is a cheaper way: the parameter is lent
-its part of the storage, as a tensor that is no view. Before the next step writes there, the storage's
-reference count tells whether anyone but the parameter still holds such a tensor; then the bucket takes new
-storage and leaves them the old one.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -26,8 +19,6 @@ from paceline.buckets.plan import Slot
 
 # Elements from which a gradient is large; 128 KiB of float32.
 PROMPT_NUMEL = 32768
-# References to a gradient that only its parameter and the code at hand know of.
-_UNSEEN = 3
 
 
 class DenseBucket:
@@ -36,15 +27,23 @@ class DenseBucket:
     Args:
         slots: the bucket's slots.
         parameters: their parameters, in the same order.
+        device: where the storage of an empty bucket is to be.
         tail: how many elements to keep free behind the gradients.
         as_views: whether parameters get views of the storage for gradients, or keep tensors of their own.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], parameters: Sequence[Parameter], *, tail: int = 0, as_views: bool
+        self,
+        slots: Sequence[Slot],
+        parameters: Sequence[Parameter],
+        *,
+        device: torch.device,
+        tail: int = 0,
+        as_views: bool,
     ) -> None:
         self.slots = slots
         self.parameters = parameters
+        self._device = device
         self._as_views = as_views
         self._tail = tail
         self._flat: Tensor | None = None
@@ -56,8 +55,6 @@ class DenseBucket:
         self._small = sum(slot.numel < PROMPT_NUMEL for slot in slots)
         self._views: list[Tensor] = []
         self._runs: list[Tensor] = []
-        self._own_references = 0
-        self.reset()
         self.begin()
 
     @property
@@ -89,18 +86,16 @@ class DenseBucket:
         # What a parameter's gradient was, where it is still needed.
         self._kept: list[Tensor | None] = [None] * len(self._members)
         self._taken = bytearray(len(self._members))
+        self._was_view = bytearray(len(self._members))
         # Positions of slots that this rank did not use.
         self._open: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins: note which large slots have no gradient yet, and leave storage that others hold."""
-        prompt = range(self._small, len(self._members))
-        self._new = {position for position in prompt if self._members[position].grad is None}
-        if self._as_views or self._flat is None:
-            return
-        if self._references() > self._own_references:
-            held_by_parameters = sum(self._is_lent(position) for position in prompt)
-            if self._references() > self._own_references + held_by_parameters:
+        """A step begins, perhaps after the module was converted to another data type or device."""
+        self.reset()
+        if self.parameters and self._flat is not None:
+            like = self.parameters[0]
+            if (self._typed.dtype, self._typed.device) != (like.dtype, like.device):
                 self._flat = None
 
     def take(self, slot: int, factor: float) -> None:
@@ -133,7 +128,8 @@ class DenseBucket:
             torch._foreach_mul_(self._runs, factor)
 
     def zero(self) -> None:
-        """Count as zeros altogether, whatever gradients there are."""
+        """Count as zeros altogether, in new storage: parameters may hold parts of the old."""
+        self._flat = None
         self.storage.zero_()
 
     def receive(self, result: Tensor) -> None:
@@ -158,7 +154,7 @@ class DenseBucket:
             slots = {position: slot for slot, position in self._position.items()}
             used_elsewhere = [position for position in self._open if used[slots[position]]]
             for position in self._open.difference(used_elsewhere):
-                self._members[position].grad = self._kept[position]
+                self._give_back(position)
             self._give(used_elsewhere)
         self.reset()
 
@@ -173,7 +169,7 @@ class DenseBucket:
         members = [self._members[position] for position in positions]
         grads = [parameter.grad for parameter in members]
         there = [grad for grad in grads if grad is not None]
-        if len(there) < len(grads) or not there or torch.is_grad_enabled():
+        if len(there) < len(grads) or not there or there[0].requires_grad:
             return
         try:
             torch._foreach_copy_([self._views[position] for position in positions], there)
@@ -193,8 +189,8 @@ class DenseBucket:
         if not used[slot]:
             self._open.add(position)
             # If no rank uses the slot, what was there comes back as it was.
-            own = grad is not None and grad.data_ptr() != self._views[position].data_ptr()
-            self._kept[position] = grad if grad is None or own else grad.clone()
+            self._was_view[position] = grad is self._views[position]
+            self._kept[position] = grad.clone() if grad is self._views[position] else grad
         if grad is not None:
             self._take(position, factor)
 
@@ -217,9 +213,7 @@ class DenseBucket:
     def _keep(self, position: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             grad = torch.empty_like(self._views[position])
-        elif position in self._new and sys.getrefcount(grad) <= _UNSEEN + 1:
-            return  # See Note [Lent storage].
-        elif torch.is_grad_enabled() or grad.requires_grad:
+        elif grad.requires_grad:
             # create_graph: whoever differentiates again needs this one unchanged.
             grad = torch.empty_like(grad, requires_grad=False)
         self._kept[position] = grad
@@ -233,46 +227,31 @@ class DenseBucket:
         views: list[Tensor] = []
         for position in positions:
             view, own = self._views[position], self._kept[position]
-            if own is None and position >= self._small:
-                own = self._lend(position)
-            else:
-                own = torch.empty_like(view) if own is None else own
-                into.append(own)
-                views.append(view)
-            self._members[position].grad = own
+            views.append(view)
+            into.append(torch.empty_like(view) if own is None else own)
+            self._members[position].grad = into[-1]
         if into:
             torch._foreach_copy_(into, views)
 
-    def _lend(self, position: int) -> Tensor:
-        view = self._views[position]
-        lent = torch.empty(0, dtype=view.dtype, device=view.device)
-        return lent.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-    def _is_lent(self, position: int) -> bool:
-        grad = self._members[position].grad
-        return grad is not None and grad.data_ptr() == self._views[position].data_ptr()
-
-    def _references(self) -> int:
-        assert self._flat is not None
-        # torch 2.13; each tensor on the storage holds one.
-        return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))
+    def _give_back(self, position: int) -> None:
+        kept = self._kept[position]
+        if kept is not None and self._was_view[position]:
+            kept = self._views[position].copy_(kept)
+        self._members[position].grad = kept
 
     def _ensure_storage(self) -> None:
         if self._flat is None:
             self._flat = self._allocate()
 
     def _allocate(self) -> Tensor:
-        first = self.parameters[0] if self.parameters else None
-        dtype = torch.float32 if first is None else first.dtype
-        device = torch.device("cpu") if first is None else first.device
+        like = self.parameters[0] if self.parameters else torch.empty(0, device=self._device)
+        dtype = like.dtype
         width = 2 if dtype.is_complex else 1
         numel = width * sum(slot.numel for slot in self.slots)
-        flat = torch.empty(numel + self._tail, dtype=dtype.to_real(), device=device)
+        flat = torch.empty(numel + self._tail, dtype=dtype.to_real(), device=like.device)
         gradients = flat[:numel]
         self._typed = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._cut()
-        self._flat = flat
-        self._own_references = self._references()
         return flat
 
     def _cut(self) -> None:

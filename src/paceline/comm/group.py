@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,21 +26,16 @@ class Group:
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        self.name: str = process_group.group_name
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
-        number = next(_members.setdefault(process_group.group_name, itertools.count()))
+        number = next(_members.setdefault(self.name, itertools.count()))
         self.roll_call = RollCall(process_group.get_group_store(), number, rank=self.rank, size=self.size)
 
     @property
     def backend(self) -> str:
         """The backend's name, such as gloo or nccl."""
         return str(distributed.get_backend(self.process_group))
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long a collective may take."""
-        limit: timedelta = self._options._timeout
-        return limit
 
     @property
     def gloo_threads(self) -> int:
@@ -83,12 +77,6 @@ class Group:
         everyone: list[Any] = [None] * self.size
         distributed.all_gather_object(everyone, own, group=self.process_group)
         return everyone
-
-    def highest(self, number: int, device: torch.device) -> int:
-        """The highest of the ranks' numbers."""
-        box = torch.tensor([number], device=device)
-        distributed.all_reduce(box, op=distributed.ReduceOp.MAX, group=self.process_group)
-        return int(box.item())
 
 
 def default_process_group() -> Any:

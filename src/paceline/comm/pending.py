@@ -1,5 +1,6 @@
 """Launched, unfinished reductions: what is in flight has a type and an owner."""
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -45,6 +46,15 @@ class FuturePending:
     def __init__(self, future: "torch.futures.Future[Any]") -> None:
         self._future = future
 
-    def wait(self, unusual: Callable[[], None]) -> Any:  # noqa: ARG002  # a future knows no deadline
+    def wait(self, unusual: Callable[[], None]) -> Any:
         """Wait for the hook's result."""
-        return self._future.wait()
+        if self._future.done():
+            return self._future.wait()
+        # A future knows no deadline; the collectives behind it do.
+        reminder = threading.Timer(_UNUSUAL.total_seconds(), unusual)
+        reminder.daemon = True
+        reminder.start()
+        try:
+            return self._future.wait()
+        finally:
+            reminder.cancel()

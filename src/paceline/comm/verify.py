@@ -8,31 +8,34 @@ import torch
 from paceline.comm.group import Group
 from paceline.errors import MismatchError
 
+Views = Sequence[tuple[str, str]]
 
-def check_same(group: Group, views: Sequence[tuple[str, str]], device: torch.device) -> None:
+
+def check_same(group: Group, parameters: Views, options: Views, device: torch.device) -> None:
     """Raise on every rank if some rank's (name, description) pairs differ from rank 0's.
 
     Equal models cost one small collective; only different ones are told in full.
     """
-    digest = hashlib.sha256(repr(views).encode()).digest()
+    digest = hashlib.sha256(repr((parameters, options)).encode()).digest()
     if len(set(group.gather_bytes(digest, device))) == 1:
         return
-    everyone = group.gather_objects(list(views))
-    for rank, theirs in enumerate(everyone):
-        _compare(everyone[0], theirs, rank)
+    everyone = group.gather_objects((list(parameters), list(options)))
+    for rank, (theirs, their_options) in enumerate(everyone):
+        _compare(everyone[0][0], theirs, rank)
+        _compare(everyone[0][1], their_options, rank)
 
 
-def _compare(first: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> None:
+def _compare(first: Views, theirs: Views, rank: int) -> None:
     for (name, view), (their_name, their_view) in zip(first, theirs, strict=False):
         if (name, view) != (their_name, their_view):
             raise MismatchError(
-                f"{name!r} in rank 0 appears not to match {their_name!r} in rank {rank} "
-                f"(rank 0: {view}, rank {rank}: {their_view}); every rank must wrap the same model"
+                f"ranks must wrap the same model: {name!r} in rank 0 is not {their_name!r} in rank {rank} "
+                f"(rank 0: {view}, rank {rank}: {their_view})"
             )
     if len(first) != len(theirs):
         longer, holder = (first, 0) if len(first) > len(theirs) else (theirs, rank)
         extra = longer[min(len(first), len(theirs))][0]
         raise MismatchError(
-            f"DDP expects same model across all ranks, but rank 0 has {len(first)} params, while rank {rank} "
-            f"has inconsistent {len(theirs)} params (the first that only rank {holder} has: {extra!r})"
+            f"ranks must wrap the same model: rank 0 has {len(first)} parameters, rank {rank} has "
+            f"{len(theirs)} parameters (the first that only rank {holder} has: {extra!r})"
         )

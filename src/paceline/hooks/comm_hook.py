@@ -27,12 +27,22 @@ class CommHook:
         state: handed to the hook.
         hook: called with the state and a bucket.
         name: what to call it; by default its own name.
+        remake: makes the hook for another group, if it knows its own.
     """
 
     carries_waybill = False
     factor = 1.0
 
-    def __init__(self, group: Group, state: Any, hook: Hook, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        state: Any,
+        hook: Hook,
+        *,
+        name: str | None = None,
+        remake: Callable[[Group], Hook] | None = None,
+    ) -> None:
+        self._remake = remake
         self._state = state
         self._hook = hook
         self.name = name or getattr(hook, "__qualname__", type(hook).__qualname__)
@@ -40,7 +50,8 @@ class CommHook:
 
     def on(self, group: Group) -> "CommHook":
         """The same among other ranks."""
-        return CommHook(group, self._state, self._hook, name=self.name)
+        hook = self._hook if self._remake is None else self._remake(group)
+        return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""

@@ -53,7 +53,7 @@ class ModuleBuffers:
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self._seen: list[tuple[_Place, int]] | None = None
+        self._seen: list[_Place] | None = None
         self.hook: BufferHook | None = None
         self.any = bool(self.named())
         self._steady = 0
@@ -72,19 +72,27 @@ class ModuleBuffers:
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
 
     def changed(self) -> bool:
-        """Whether a buffer was replaced or written to since the last broadcast."""
-        if self._seen is None:  # there was none
+        """Whether a buffer was replaced or has other values than after the last broadcast."""
+        if self._seen is None:
             return False
-        return any(place.moved() or place.buffer._version != version for place, version in self._seen)
+        # While they are broadcast, each forward looks for new ones.
+        added = self.constant and len(self._places()) != len(self._seen)
+        return added or any(place.changed() for place in self._seen)
 
     def broadcast(self, group: Group, *, source: int, bytes_at_once: int) -> None:
         """Make every rank's buffers those of one rank."""
         places = self._places()
         buffers = [place.buffer for place in places]
-        with keeping_versions(buffers):
-            group.broadcast(buffers, source=source, bytes_at_once=bytes_at_once)
-        self._seen = [(place, place.buffer._version) for place in places]
+        broadcast_in_place(group, buffers, source=source, bytes_at_once=bytes_at_once)
+        for place in places:
+            place.remember()
+        self._seen = places
         self.any = bool(places)
+
+    def forget(self) -> None:
+        """Know nothing of earlier broadcasts, as when the group has changed."""
+        self._seen = None
+        self._steady = 0
 
     def _places(self) -> list["_Place"]:
         found: dict[int, _Place] = {}
@@ -96,18 +104,24 @@ class ModuleBuffers:
         return list(found.values())
 
 
-class _Place(NamedTuple):
-    """Where a buffer was found, so that it can be seen without another walk whether it still is there."""
+class _Place:
+    """Where a buffer was found and what it held: its version would not tell of writes through ``.data``."""
 
-    owner: dict[str, Tensor | None]
-    name: str
-    buffer: Tensor
+    def __init__(self, owner: dict[str, Tensor | None], name: str, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._owner = owner
+        self._name = name
 
-    def moved(self) -> bool:
-        return self.owner.get(self.name) is not self.buffer
+    def remember(self) -> None:
+        self._values = self.buffer.detach().clone()
+
+    def changed(self) -> bool:
+        return self._owner.get(self._name) is not self.buffer or not torch.equal(self.buffer, self._values)
 
 
-def keeping_versions(tensors: Sequence[Tensor]) -> Any:
+def broadcast_in_place(group: Group, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
     """Write to tensors that autograd may hold for a backward to come, and have it take them as unchanged."""
     # torch 2.13; it is what torch's own wrapper uses.
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+    unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+    with torch.no_grad(), unchanged:
+        group.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)

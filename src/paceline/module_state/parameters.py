@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 
@@ -48,13 +47,12 @@ def collect(module: nn.Module, ignored: Collection[str]) -> Slots:
 
 def describe(found: Slots) -> list[tuple[str, str]]:
     """Each slot in words that are equal on two ranks if the slots are."""
-    return [
-        (slot.name, _view(parameter)) for slot, parameter in zip(found.slots, found.parameters, strict=True)
-    ]
+    pairs = zip(found.slots, found.parameters, strict=True)
+    return [(slot.name, _view(slot, parameter)) for slot, parameter in pairs]
 
 
-def _view(parameter: Parameter) -> str:
-    trained = "trained" if parameter.requires_grad else "frozen"
+def _view(slot: Slot, parameter: Parameter) -> str:
+    trained = "frozen" if not parameter.requires_grad else "sparse" if slot.sparse else "trained"
     return f"shape {list(parameter.shape)}, stride {list(parameter.stride())}, {parameter.dtype}, {trained}"
 
 
@@ -62,8 +60,3 @@ def _sparse(module: nn.Module) -> Iterator[int]:
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             yield id(layer.weight)
-
-
-def on_meta(parameters: Collection[Parameter]) -> bool:
-    """Whether any parameter has no data to train."""
-    return any(parameter.device == torch.device("meta") for parameter in parameters)

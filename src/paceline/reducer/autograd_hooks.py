@@ -64,9 +64,15 @@ class Arrivals:
 
     def stay_last(self) -> None:
         """Move behind hooks that users have put on parameters since, so that theirs come first."""
-        if max(map(len, self._hooks_a_parameter), default=0) > 1:
+        if self.are_not_last():
             for hook in self._hooks.values():
                 hook.move_to_end()
+
+    def are_not_last(self) -> bool:
+        """Whether some parameter has a hook that would run after ours."""
+        if max(map(len, self._hooks_a_parameter), default=0) < 2:
+            return False
+        return any(not hook.is_last() for hook in self._hooks.values())
 
     def clear(self) -> None:
         """Forget what was noted."""
@@ -87,15 +93,24 @@ class _Hook:
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
         self.all_of_parameter: dict[int, object] = parameter._post_accumulate_grad_hooks
 
+    def is_last(self) -> bool:
+        return next(reversed(self.all_of_parameter)) == self.handle.id
+
     def move_to_end(self) -> None:
-        if next(reversed(self.all_of_parameter)) != self.handle.id:
+        if self.parameter.requires_grad and not self.is_last():
             self.handle.remove()
             self.handle = self.parameter.register_post_accumulate_grad_hook(self.note)
 
 
-def mark(outputs: Iterable[Any], begins: Callable[[], object]) -> None:
-    """Call back when a backward that accumulates gradients reaches one of the output tensors."""
-    seen: set[Node] = set()
+def mark(outputs: Iterable[Any], begins: Callable[[], object], *, but: Iterable[Any]) -> None:
+    """Call back when a backward that accumulates gradients reaches one of the output tensors.
+
+    Args:
+        outputs: what a module returned.
+        begins: called.
+        but: what the module was given; where an output comes from there, no parameter is behind it.
+    """
+    seen = {given.grad_fn for given in but if isinstance(given, Tensor)}
     for output in outputs:
         node = output.grad_fn if isinstance(output, Tensor) else None
         if node is not None and node not in seen:
@@ -108,9 +123,9 @@ def at_end_of_backward(finish: Callable[[], None], lose: Callable[[], None]) -> 
     Variable._execution_engine.queue_callback(_End(finish, lose))
 
 
-def in_backward() -> bool:
-    """Whether this thread is running a backward, as it is when a checkpoint calls forward again."""
-    return torch._C._current_graph_task_id() != -1
+def current_backward() -> int:
+    """The number of the backward that this thread is running; -1 if it is running none."""
+    return torch._C._current_graph_task_id()
 
 
 class _Mark:
@@ -144,20 +159,20 @@ def _accumulates(nodes: Iterable[Node | None]) -> bool:
     """Whether the running backward goes everywhere, or only to chosen inputs as autograd.grad's does.
 
     In a backward that goes everywhere each node below one that runs will run. So one path down to a leaf
-    tells. A restricted backward that does add gradients (``backward(inputs=...)``) is left to its first
-    gradient.
+    tells, with what lies beside it. A restricted backward that does add gradients (``backward(inputs=...)``)
+    is left to its first gradient.
     """
-    while (node := _nearest_leaf(nodes)) is not None:
-        try:
-            if not torch._C._will_engine_execute_node(node):
-                return False
-        except RuntimeError:  # a leaf that autograd.grad was asked for
+    while present := [node for node in nodes if node is not None]:
+        if not all(map(_will_run, present)):
             return False
-        nodes = (next_ for next_, _ in node.next_functions)
+        # A leaf if there is one, to keep the path short.
+        nearest = next((node for node in present if not node.next_functions), present[0])
+        nodes = [next_ for next_, _ in nearest.next_functions]
     return True
 
 
-def _nearest_leaf(nodes: Iterable[Node | None]) -> Node | None:
-    """A leaf among the nodes if there is one, to keep the path short; else any."""
-    present = [node for node in nodes if node is not None]
-    return next((node for node in present if not node.next_functions), present[0] if present else None)
+def _will_run(node: Node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for
+        return False

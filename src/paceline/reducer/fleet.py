@@ -63,7 +63,8 @@ class Fleet:
         parameters = [self._parameters[slot] for slot in members]
         if slots and slots[0].sparse:
             return SparseBucket(slots[0], parameters[0])
-        return DenseBucket(slots, parameters, tail=tail, as_views=as_views)
+        device = (parameters or self._parameters)[0].device
+        return DenseBucket(slots, parameters, device=device, tail=tail, as_views=as_views)
 
     @property
     def tail(self) -> Tensor:

@@ -55,14 +55,16 @@ class Planner:
             return False
         self.teaching = False
         self.rebuilt = True
-        arrived = [slot for slot in order if slot in set(self.order)]
-        self.order = [*arrived, *(slot for slot in self.order if slot not in set(arrived))]
+        planned, arrived = set(self.order), set(order)
+        self.order = [
+            *(slot for slot in order if slot in planned),
+            *(slot for slot in self.order if slot not in arrived),
+        ]
         self.plan = make_plan(self._slots, self.order, self._caps)
         return True
 
     def thaw(self, slots: Sequence[int]) -> None:
         """Give slots that were outside the plan a place in it."""
-        self._trainable = sorted({*self._trainable, *slots})
         self.order = [*self.order, *slots]
         self.plan = make_plan(self._slots, self.order, self._first_caps if self.teaching else self._caps)
 

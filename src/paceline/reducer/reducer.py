@@ -26,12 +26,13 @@ from torch.nn import Parameter
 from paceline.buckets.plan import BucketCaps, Slot, make_plan
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import OptionError, StalledError, StepError, WeightsError
+from paceline.errors import HookError, OptionError, StalledError, StepError, WeightsError
 from paceline.hooks.exchange import Average, Bucket, Exchange
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.reducer import verdict
-from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward
+from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
+from paceline.reducer.lane import lane_of
 from paceline.reducer.ledger import Ledger, Schedule
 from paceline.reducer.planner import Planner
 from paceline.reducer.strict import Strict
@@ -66,6 +67,8 @@ class Reducer:
 
     Attributes:
         syncs: whether a backward is to be synced.
+        expected: whether a forward was called since the last backward of the lane.
+        lane: the reducers of the group, which take turns.
         step: how many steps there were.
         summary: what the ranks said of the last step.
         times: when what happened in the last step.
@@ -106,7 +109,16 @@ class Reducer:
         self._weights = Weights(parameters)
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
+        weakref.finalize(self, self._arrivals.remove)
         self._looked_at = 0
+        self._backward = -1
+        self._broken_hook = False
+        self._detached = False
+        self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
+        self._awaited: list[torch.futures.Future[Any]] = []
+        self.expected = False
+        self.lane = lane_of(group.name)
+        self.lane.join(self)
         self.trainable_at_wrap = sorted(planner.order)
         self.ledger = Ledger(planner.plan, len(slots))
         self._lay_out()
@@ -122,49 +134,74 @@ class Reducer:
             if self.fleet.plan is not self.planner.plan:
                 self._lay_out()
             self._watch()
-            self._arrivals.stay_last()
+            if current_backward() == -1:
+                self._arrivals.stay_last()
+            self._patient = self._arrivals.are_not_last()
 
     def begin(self, *, synced: bool) -> None:
         """A backward has begun, or was found to be running."""
         with self._lock:
             if self._phase is Phase.IDLE:
                 at_end_of_backward(self._end, self._lose)
+                self._backward = current_backward()
                 self._phase = Phase.ACCUMULATING
                 if self._weighed:
                     self._weights.begin()
             if synced and self._phase is Phase.ACCUMULATING:
                 self._start_step()
-                self._refuse_mixed_weights()
+            self._refuse_mixed_weights()
+
+    def is_in(self, backward: int) -> bool:
+        """Whether a step has begun in that backward."""
+        return self._phase is Phase.SYNCING and self._backward == backward
 
     def give_up(self, outcome: Outcome, reason: str) -> None:
         """Tell the other ranks, by the rest of this step's collectives, that the step is lost."""
         with self._lock, torch.no_grad():
             if self._phase is not Phase.SYNCING:
                 self._start_step()
-            self.group.roll_call.tell_why(self.step, reason)
-            for number, bucket in enumerate(self.fleet.buckets):
-                if number not in self._pending:
-                    bucket.zero()
-                    self._send(number, Report(used=bytes(len(self.slots)), outcome=outcome))
-            self._given_up = self._pending
-            self._drop()
+            try:
+                self.group.roll_call.tell_why(self.step, reason)
+                if (
+                    not self._broken_hook
+                ):  # its collectives cannot be matched: the others wait for their timeout
+                    self._send_nothing(outcome)
+            finally:
+                self.drop()
+
+    def _send_nothing(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        for number, bucket in enumerate(self.fleet.buckets):
+            if number not in self._pending:
+                bucket.zero()
+                self._send(number)
+        self._must_send_waybill = not self.exchange.carries_waybill
 
     @contextlib.contextmanager
     def weigh(self, weight: float) -> Iterator[None]:
         """Count what backward adds inside by a weight."""
+        if self._weighed:
+            raise OptionError(f"a weight holds already (outer: {self._weights.now}, inner: {weight})")
         self._check_accumulated()
         with self._weights.hold(weight):
             yield
 
     def use(self, exchange: Exchange) -> None:
         """Average by another exchange from now on."""
+        self._settle_given_up()
         self.exchange = exchange
         self._lay_out()
 
     def move_to(self, group: Group) -> None:
         """Go on with another group, as if training began anew."""
+        self._settle_given_up()
+        self.lane.leave(self)
         self.group = group
+        self.lane = lane_of(group.name)
+        self.lane.join(self)
+        self.step = 0
         self.planner.restart()
+        self._buffers.forget()
         self.use(self.exchange.on(group))
 
     def check_finalised(self) -> None:
@@ -188,7 +225,12 @@ class Reducer:
 
     def detach(self) -> None:
         """Take all hooks off the parameters."""
+        self._detached = True
         self._arrivals.remove()
+
+    def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
+        """Have futures waited for at the end of the next step."""
+        self._awaited.extend(futures)
 
     # Note [One step], from the first gradient to the last bucket's launch.
 
@@ -225,7 +267,10 @@ class Reducer:
         self.prepare()
         self._phase = Phase.SYNCING
         self._pending = {}
-        self._schedule = Schedule(len(self.fleet.buckets), hold=not self.planner.learned)
+        self._outcome = Outcome.FINE
+        self._must_send_waybill = False
+        hold = not self.planner.learned or self._patient or self.lane.is_shared(self)
+        self._schedule = Schedule(len(self.fleet.buckets), hold=hold)
         for bucket in self.fleet.buckets:
             bucket.begin()
         self.ledger.begin(self._accumulated)
@@ -233,7 +278,7 @@ class Reducer:
         self.times.backward_began()
 
     def _take(self, slot: int) -> None:
-        if not self.ledger.is_ready(slot):
+        if self._patient or not self.ledger.is_ready(slot):
             return
         if self._weighed:
             self._weights.blend(slot)
@@ -242,9 +287,10 @@ class Reducer:
                 self.fleet.bucket_of[slot].take(slot, self._factor)
 
     def _take_small(self, slots: Sequence[int]) -> None:
-        if self._weighed:  # each has to be blended: when its bucket leaves
+        if self._weighed or self._patient:  # each has to be blended, or its own hooks to run: at the end
             return
-        ready = filter(self.ledger.is_ready, slots)
+        # A slot that was thawed in another group may be watched and not planned.
+        ready = [slot for slot in slots if self.ledger.is_ready(slot) and slot in self.fleet.bucket_of]
         with torch.no_grad():
             for bucket, members in groupby(ready, key=self.fleet.bucket_of.__getitem__):
                 bucket.take_small(members)
@@ -253,7 +299,7 @@ class Reducer:
         self.ledger.mark_left(number)
         with torch.no_grad():
             self._fill(self.fleet.buckets[number], self._used, complete=self.ledger.is_as_expected(number))
-            self._send(number, self._report() if number == self.fleet.plan.carrier else None)
+            self._send(number)
 
     def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
         if self._weighed:
@@ -263,14 +309,21 @@ class Reducer:
                     used[slot.index] = self._accumulated[slot.index]
         bucket.fill(self._factor, used, complete=complete and not self._weighed)
 
-    def _send(self, number: int, report: Report | None) -> None:
+    def _send(self, number: int) -> None:
         self.times.launched()
         is_carrier = number == self.fleet.plan.carrier
-        if is_carrier and report is not None:
-            self.fleet.waybill.write(self.fleet.tail, self.group.rank, report)
+        if is_carrier and self.exchange.carries_waybill:
+            self._write_waybill()
         bucket = self.fleet.buckets[number]
         if bucket.slots or self.exchange.carries_waybill:
+            self._broken_hook = True
             self._pending[number] = self.exchange.launch(bucket, number, is_last=is_carrier)
+            self._broken_hook = False
+
+    def _write_waybill(self) -> None:
+        fine = self._outcome is Outcome.FINE
+        report = self._report() if fine else Report(bytes(len(self.slots)), outcome=self._outcome)
+        self.fleet.waybill.write(self.fleet.tail, self.group.rank, report)
 
     @property
     def _weighed(self) -> bool:
@@ -283,6 +336,8 @@ class Reducer:
     def _report(self) -> Report:
         for slot in self._outside:
             parameter = self.parameters[slot]
+            if self._weighed:
+                self._weights.blend(slot)
             self._used[slot] = parameter.requires_grad and parameter.grad is not None
         return Report(
             used=self._used,
@@ -296,25 +351,37 @@ class Reducer:
     # Note [One step], from the end of backward to the averaged gradients.
 
     def _end(self) -> None:
-        with self._lock, torch.no_grad():
+        with self._lock:
             try:
-                if self._phase is not Phase.IDLE:
+                if self._phase is Phase.ACCUMULATING:
                     self._look()
-                if self._phase is Phase.SYNCING:
-                    self._finalise()
+                    self._rest()
+                elif self._phase is Phase.SYNCING:
+                    self.lane.finish(self._backward)
             except BaseException as error:
                 self.error = f"{type(error).__name__}: {error}"
-                self._drop()
+                raise
+
+    def _lose(self) -> None:
+        refused = None if self.strict is None else self.strict.error
+        self.error = refused or f"an exception in backward of step {self.step}"
+        # That exception is on its way; if the group is gone too, it says more than a second one.
+        with contextlib.suppress(Exception):
+            if self._phase is Phase.SYNCING:
+                self.lane.fail_backward(self._backward)
+        self._rest()
+
+    def finish(self) -> None:
+        """End the step: average the gradients, or raise and drop them."""
+        with self._lock, torch.no_grad():
+            try:
+                self._look()
+                self._finalise()
+            except BaseException:
+                self.drop()
                 raise
             finally:
                 self._rest()
-
-    def _lose(self) -> None:
-        # The exception that ended the backward is on its way; if the group is gone too, that one says more.
-        with contextlib.suppress(RuntimeError):
-            if self._phase is Phase.SYNCING:
-                self.give_up(Outcome.RAISED_IN_BACKWARD, "an exception")
-        self._rest()
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
@@ -327,18 +394,30 @@ class Reducer:
             if not self._skips(number):
                 self._launch(number)
         again = {number: self._second(number) for number in self.ledger.late}
-        for number, pending in self._pending.items():
-            bucket = self.fleet.buckets[number]
-            self._land(bucket, number, pending)
-            if not self._weighed:
-                bucket.hand_out()
+        mistake = self._land_all()
         summary = self._read_waybill()
+        if mistake is not None:
+            raise mistake
         verdict.check(summary, self.step, self.group)
         self._settle(summary)
         self._reduce_again(summary, again)
         if self._weighed:
             self._weights.sync()
         self._learn(summary)
+
+    def _land_all(self) -> HookError | None:
+        """Wait for every bucket; a hook's mistake is returned, so that the other ranks can be told of it."""
+        mistake = None
+        for number, pending in self._pending.items():
+            bucket = self.fleet.buckets[number]
+            try:
+                self._land(bucket, number, pending)
+                if not self._weighed:
+                    bucket.hand_out()
+            except HookError as error:
+                mistake = mistake or error
+                self._outcome = Outcome.RAISED_IN_BACKWARD
+        return mistake
 
     def _skips(self, number: int) -> bool:
         members = self.fleet.plan.buckets[number]
@@ -348,9 +427,15 @@ class Reducer:
     def _read_waybill(self) -> Summary:
         if not self.exchange.carries_waybill:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
-            self.group.all_reduce(self.fleet.tail).wait(lambda: None)
+            self._write_waybill()
+            self._land_waybill()
         self.times.landed()
         return self.fleet.waybill.read(self.fleet.tail)
+
+    def _land_waybill(self) -> None:
+        carrier = self.fleet.plan.carrier
+        with self._stalls(self.fleet.buckets[carrier], carrier) as unusual:
+            self.group.all_reduce(self.fleet.tail).wait(unusual)
 
     def _settle(self, summary: Summary) -> None:
         """Hand out what had to wait for the waybill."""
@@ -388,7 +473,7 @@ class Reducer:
         for members in make_plan(self.slots, thawed, _UNCAPPED).buckets:
             if members:
                 bucket = self.fleet.bucket(members, as_views=self._as_views)
-                self._fill(bucket, self._used)
+                bucket.fill(self._factor, self._used, complete=False)  # blended when they were reported
                 self._average(bucket, len(self.fleet.buckets), summary)
                 bucket.hand_out()
                 bucket.settle(used)
@@ -404,47 +489,67 @@ class Reducer:
         self.planner.learn(summary.order)
         self.summary = summary
         self._buffers.learn(changed=summary.buffers_changed)
+        while self._awaited:
+            self._awaited.pop().wait()
         self._accumulated = bytearray(len(self.slots))
         self.step += 1
 
-    def _drop(self) -> None:
-        """Forget a step that is lost, with the gradients that it leaves behind."""
+    def drop(self) -> None:
+        """Forget a step that is lost, with all gradients: the same on every rank."""
+        # What is in flight still reads and writes the storage.
+        self._given_up = self._pending
         for bucket in self.fleet.buckets:
             bucket.reset()
-        for slot, parameter in enumerate(self.parameters):
-            if self._used[slot]:
-                parameter.grad = None
+        for slot in self.planner.order:
+            self.parameters[slot].grad = None
         self._accumulated = bytearray(len(self.slots))
         self._weights.reset()
-        self._phase = Phase.IDLE
+        self.expected = False
         self.step += 1
+        self._rest()
 
     def _land(self, bucket: Bucket, number: int, pending: Pending) -> None:
-        unusual = partial(self.group.roll_call.post, self.step, number)
-        try:
+        with self._stalls(bucket, number) as unusual:
             self.exchange.land(bucket, number, pending, unusual)
+
+    @contextlib.contextmanager
+    def _stalls(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
+        """Say which reduction failed, and who is missing."""
+        try:
+            yield partial(self.group.roll_call.post, self.step, number)
         except StepError:
             raise
         except RuntimeError as error:
             raise StalledError(verdict.stalled(bucket, number, self.step, self.group, error)) from error
 
     def _settle_given_up(self) -> None:
+        """Wait for what is left of a lost step: its storage is needed again."""
         given_up, self._given_up = self._given_up, {}
         for number, pending in given_up.items():
-            self._land(self.fleet.buckets[number], number, pending)
-        if given_up:
-            self._read_waybill()
+            bucket = self.fleet.buckets[number]
+            if self.exchange.carries_waybill:
+                self._land(bucket, number, pending)
+            else:
+                with contextlib.suppress(Exception):  # a hook's mistake was told when it was made
+                    self._land(bucket, number, pending)
+        if given_up and self._must_send_waybill:
+            self._write_waybill()
+            self._land_waybill()
 
     def _refuse_mixed_weights(self) -> None:
         if self._weights.carries and not self._weighed:
             raise WeightsError("earlier passes were weighed and this one is not; weigh every pass, or none")
 
     def _check_accumulated(self) -> None:
-        if all(parameter.grad is None for parameter in self.parameters):  # cleared since
-            self._accumulated = bytearray(len(self.slots))
+        if any(self._accumulated) and not any(map(self._has_accumulated, range(len(self.slots)))):
+            self._accumulated = bytearray(len(self.slots))  # cleared since
             self._weights.reset()
         if any(self._accumulated) and not self._weights.carries:
             raise OptionError("gradients were accumulated without a weight; weigh every pass, or none")
+
+    def _has_accumulated(self, slot: int) -> bool:
+        grad = self.parameters[slot].grad
+        return bool(self._accumulated[slot] and grad is not None and grad.any())
 
     def _lay_out(self) -> None:
         """Make the plan's buckets; their storage comes when it is first needed."""
@@ -471,6 +576,8 @@ class Reducer:
 
     def _watch(self) -> None:
         """Put hooks on the planned parameters; on one that is frozen on this rank as soon as it is thawed."""
+        if self._detached:
+            return
         thawed = {slot for slot in self._unwatched if self.parameters[slot].requires_grad}
         if not thawed:
             return

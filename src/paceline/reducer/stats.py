@@ -56,16 +56,17 @@ class Stats:
 
     def _layout(self) -> dict[str, Any]:
         reducer = self._reducer
+        rebuilt = reducer.planner.rebuilt and reducer.fleet.plan is reducer.planner.plan
         # torch counts trainable parameters only.
         number = {slot: index for index, slot in enumerate(reducer.trainable_at_wrap)}
         figures: dict[str, Any] = {
             "num_buckets_reduced": reducer.launched,
-            "has_rebuilt_buckets": int(reducer.planner.rebuilt),
+            "has_rebuilt_buckets": int(rebuilt),
             "prev_iteration_grad_ready_order_indices": ", ".join(
                 str(number[slot]) for slot in reducer.ledger.order if slot in number
             ),
         }
-        if reducer.planner.rebuilt:
+        if rebuilt:
             buckets = (
                 " ".join(str(number[slot]) for slot in members if slot in number)
                 for members in reducer.fleet.plan.buckets
@@ -73,6 +74,6 @@ class Stats:
             figures["rebuilt_bucket_sizes"] = reducer.fleet.sizes()
             figures["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
         fired = reducer.ledger.fired()
-        if unused := [slot for slot in reducer.planner.order if not fired[slot]]:
-            figures["unused_parameter_size"] = sum(reducer.slots[slot].nbytes for slot in unused)
+        unused = [slot for slot in reducer.planner.order if not fired[slot]]
+        figures["unused_parameter_size"] = sum(reducer.slots[slot].nbytes for slot in unused)
         return figures

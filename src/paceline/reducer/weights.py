@@ -8,6 +8,7 @@ meanwhile, and the average is added to them.
 
 import contextlib
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -52,23 +53,23 @@ class Weights:
     @contextlib.contextmanager
     def hold(self, weight: float) -> Iterator[None]:
         """Weigh whatever backward adds inside."""
-        checked = _check(weight)
-        if self.now is not None:
-            raise OptionError(f"a weight holds already (outer: {self.now}, inner: {checked})")
-        self._set_aside(self._sums if self.carries else self._older)
-        self.now, self._ran = checked, False
+        self.now, self._ran = _check(weight), False
         try:
             yield
+        except BaseException:
+            if self._ran and not self._synced:
+                self._undo()
+            raise
+        else:
             self._close()
         finally:
-            self._give_back()
             self.now = None
 
     def begin(self) -> None:
-        """A backward begins under this weight; what an earlier one has averaged is older now."""
+        """A backward begins under this weight: set aside what is there from before."""
+        if not self._ran or self._synced:
+            self._set_aside(self._sums if self.carries else self._older)
         self._ran = True
-        if self._synced:
-            self._set_aside(self._older)
 
     def blend(self, slot: int) -> None:
         """Turn a parameter's fresh gradient into the weighed sum that is to be reduced."""
@@ -79,7 +80,7 @@ class Weights:
             parameter.grad = total
             return
         weighed = grad * self.now
-        parameter.grad = weighed if total is None else weighed + total
+        parameter.grad = weighed if total is None else _sum(weighed, total)
 
     def sync(self) -> None:
         """The sums have been averaged: add what is older."""
@@ -95,21 +96,19 @@ class Weights:
                     self.blend(slot)
             self._carried = self.total
 
-    def _give_back(self) -> None:
-        """Put back what is still aside: sums of earlier passes, or all there was if none is carried."""
-        for slot, total in enumerate(self._sums):
-            if total is not None:
-                self._parameters[slot].grad = total
+    def _undo(self) -> None:
+        """Forget a pass that failed: gradients are as they were before it."""
+        for slot, parameter in enumerate(self._parameters):
+            parameter.grad = self._sums[slot] if self.carries else self._older[slot]
         self._sums = [None] * len(self._sums)
         if not self.carries:
-            self._add_older()
-            self._synced = False
+            self._older = [None] * len(self._older)
 
     def _add_older(self) -> None:
         for slot, older in enumerate(self._older):
             if older is not None:
                 parameter = self._parameters[slot]
-                parameter.grad = older if parameter.grad is None else parameter.grad.add_(older)
+                parameter.grad = older if parameter.grad is None else _sum(parameter.grad, older)
         self._older = [None] * len(self._older)
 
     def _set_aside(self, where: list[Tensor | None]) -> None:
@@ -121,10 +120,17 @@ class Weights:
                     parameter.grad = None
 
 
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Their sum, in the place of the first where that is possible."""
+    if a.layout is b.layout or b.layout is not torch.strided:
+        return a.add_(b)
+    return b + a  # sparse to dense, not the other way round
+
+
 def _check(weight: object) -> float:
     if isinstance(weight, Tensor):
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise OptionError(f"a weight is a number (weight: {weight!r})")
     if not math.isfinite(weight) or weight < 0:
         raise OptionError(f"a weight must be finite and not negative (weight: {weight})")

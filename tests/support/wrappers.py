@@ -1,0 +1,89 @@
+"""Both wrappers under one roof, for bodies that run over each of them on ranks."""
+
+import builtins
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.parallel
+from torch import distributed, nn
+from torch.autograd import profiler
+
+import paceline.nn.parallel
+
+WRAPPERS: dict[str, Any] = {
+    "torch": torch.nn.parallel.DistributedDataParallel,
+    "paceline": paceline.nn.parallel.DistributedDataParallel,
+}
+WIDTH = 4
+
+
+def refusal(act: Callable[[], object]) -> tuple[str, str] | None:
+    """The built-in type and the message of the error that ``act`` raises; None if it raises none."""
+    try:
+        act()
+    except Exception as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__]
+        return kinds[0], str(error)
+    return None
+
+
+class Net(nn.Module):
+    """Two layers and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x * self.scale).tanh())
+
+
+def rows(rank: int, step: int = 0, count: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(count, WIDTH, generator=generator)
+
+
+def train(net: nn.Module, rank: int, step: int = 0) -> None:
+    """One step, without an optimizer."""
+    net.zero_grad()
+    net(rows(rank, step).to(next(net.parameters()).dtype)).square().mean().backward()
+
+
+def grads(net: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def of_whole_batch(net: nn.Module, step: int = 0, ranks: tuple[int, ...] = (0, 1)) -> list[torch.Tensor]:
+    """The gradients that one process has for the rows of all ranks."""
+    net.zero_grad()
+    for rank in ranks:
+        x = rows(rank, step).to(next(net.parameters()).dtype)
+        (net(x).square().mean() / len(ranks)).backward()
+    return grads(net)
+
+
+def everyones(value: Any, group: Any = None) -> list[Any]:
+    box = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(box, value, group=group)
+    return box
+
+
+def equal_on_all(tensors: list[torch.Tensor], group: Any = None) -> bool:
+    first, *others = everyones([tensor.detach() for tensor in tensors], group)
+    return all(_same(first, theirs) for theirs in others)
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def collectives(act: Callable[[], object]) -> Counter[str]:
+    """Every collective that ``act`` begins, as torch's profiler sees them."""
+    with profiler.profile() as profile:
+        act()
+    return Counter(event.name for event in profile.function_events if event.name.startswith("gloo:"))
