@@ -125,7 +125,7 @@ def overlapped(_: int) -> list[int]:
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)
     launched = []
-    layers[0].weight.register_hook(lambda _: launched.append(len(ddp.reducer._pending)))
+    layers[0].weight.register_hook(lambda _: launched.append(ddp.reducer.launched))
     for _ in range(3):
         ddp.zero_grad()
         ddp(torch.randn(3, 64)).sum().backward()

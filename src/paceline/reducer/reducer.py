@@ -15,7 +15,6 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,13 +24,13 @@ from torch.nn import Parameter
 
 from paceline.buckets.plan import BucketCaps, Slot, make_plan
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
-from paceline.errors import HookError, OptionError, StalledError, StepError, WeightsError
+from paceline.errors import OptionError, StepError, WeightsError
 from paceline.hooks.exchange import Average, Bucket, Exchange
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.reducer import verdict
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
+from paceline.reducer.flight import Flight
 from paceline.reducer.lane import lane_of
 from paceline.reducer.ledger import Ledger, Schedule
 from paceline.reducer.planner import Planner
@@ -104,15 +103,13 @@ class Reducer:
         self._phase = Phase.IDLE
         self._accumulated = bytearray(len(slots))
         self._used = bytearray(len(slots))
-        self._pending: dict[int, Pending] = {}
-        self._given_up: dict[int, Pending] = {}
+        self._given_up: Flight | None = None
         self._weights = Weights(parameters)
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
         weakref.finalize(self, self._arrivals.remove)
         self._looked_at = 0
         self._backward = -1
-        self._broken_hook = False
         self._detached = False
         self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
         self._awaited: list[torch.futures.Future[Any]] = []
@@ -122,6 +119,7 @@ class Reducer:
         self.trainable_at_wrap = sorted(planner.order)
         self.ledger = Ledger(planner.plan, len(slots))
         self._lay_out()
+        self._flight = self._new_flight()
 
     def prepare(self) -> None:
         """Get ready for a forward: settle a step that was given up, adopt a new plan."""
@@ -162,20 +160,9 @@ class Reducer:
                 self._start_step()
             try:
                 self.group.roll_call.tell_why(self.step, reason)
-                if (
-                    not self._broken_hook
-                ):  # its collectives cannot be matched: the others wait for their timeout
-                    self._send_nothing(outcome)
+                self._flight.launch_nothing(outcome)
             finally:
                 self.drop()
-
-    def _send_nothing(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-        for number, bucket in enumerate(self.fleet.buckets):
-            if number not in self._pending:
-                bucket.zero()
-                self._send(number)
-        self._must_send_waybill = not self.exchange.carries_waybill
 
     @contextlib.contextmanager
     def weigh(self, weight: float) -> Iterator[None]:
@@ -212,7 +199,7 @@ class Reducer:
     @property
     def launched(self) -> int:
         """How many buckets left in the last step."""
-        return len(self._pending)
+        return len(self._flight.pending)
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each trainable parameter in the last step; torch's name for it."""
@@ -266,9 +253,7 @@ class Reducer:
         self._phase = Phase.IDLE
         self.prepare()
         self._phase = Phase.SYNCING
-        self._pending = {}
-        self._outcome = Outcome.FINE
-        self._must_send_waybill = False
+        self._flight = self._new_flight()
         hold = not self.planner.learned or self._patient or self.lane.is_shared(self)
         self._schedule = Schedule(len(self.fleet.buckets), hold=hold)
         for bucket in self.fleet.buckets:
@@ -276,6 +261,9 @@ class Reducer:
         self.ledger.begin(self._accumulated)
         self._used = self.ledger.used
         self.times.backward_began()
+
+    def _new_flight(self) -> Flight:
+        return Flight(self.fleet, self.exchange, self.group, self.step, self.times, self._report)
 
     def _take(self, slot: int) -> None:
         if self._patient or not self.ledger.is_ready(slot):
@@ -299,7 +287,7 @@ class Reducer:
         self.ledger.mark_left(number)
         with torch.no_grad():
             self._fill(self.fleet.buckets[number], self._used, complete=self.ledger.is_as_expected(number))
-            self._send(number)
+            self._flight.launch(number)
 
     def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
         if self._weighed:
@@ -308,22 +296,6 @@ class Reducer:
                 if not self._weights.now:  # counts nothing
                     used[slot.index] = self._accumulated[slot.index]
         bucket.fill(self._factor, used, complete=complete and not self._weighed)
-
-    def _send(self, number: int) -> None:
-        self.times.launched()
-        is_carrier = number == self.fleet.plan.carrier
-        if is_carrier and self.exchange.carries_waybill:
-            self._write_waybill()
-        bucket = self.fleet.buckets[number]
-        if bucket.slots or self.exchange.carries_waybill:
-            self._broken_hook = True
-            self._pending[number] = self.exchange.launch(bucket, number, is_last=is_carrier)
-            self._broken_hook = False
-
-    def _write_waybill(self) -> None:
-        fine = self._outcome is Outcome.FINE
-        report = self._report() if fine else Report(bytes(len(self.slots)), outcome=self._outcome)
-        self.fleet.waybill.write(self.fleet.tail, self.group.rank, report)
 
     @property
     def _weighed(self) -> bool:
@@ -394,8 +366,8 @@ class Reducer:
             if not self._skips(number):
                 self._launch(number)
         again = {number: self._second(number) for number in self.ledger.late}
-        mistake = self._land_all()
-        summary = self._read_waybill()
+        mistake = self._flight.land_all(hand_out=not self._weighed)
+        summary = self._flight.read_waybill()
         if mistake is not None:
             raise mistake
         verdict.check(summary, self.step, self.group)
@@ -405,41 +377,14 @@ class Reducer:
             self._weights.sync()
         self._learn(summary)
 
-    def _land_all(self) -> HookError | None:
-        """Wait for every bucket; a hook's mistake is returned, so that the other ranks can be told of it."""
-        mistake = None
-        for number, pending in self._pending.items():
-            bucket = self.fleet.buckets[number]
-            try:
-                self._land(bucket, number, pending)
-                if not self._weighed:
-                    bucket.hand_out()
-            except HookError as error:
-                mistake = mistake or error
-                self._outcome = Outcome.RAISED_IN_BACKWARD
-        return mistake
-
     def _skips(self, number: int) -> bool:
         members = self.fleet.plan.buckets[number]
         may_skip = self.strict is not None and self.strict.skips_unused and number != self.fleet.plan.carrier
         return may_skip and not any(self._used[slot] for slot in members)
 
-    def _read_waybill(self) -> Summary:
-        if not self.exchange.carries_waybill:
-            # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
-            self._write_waybill()
-            self._land_waybill()
-        self.times.landed()
-        return self.fleet.waybill.read(self.fleet.tail)
-
-    def _land_waybill(self) -> None:
-        carrier = self.fleet.plan.carrier
-        with self._stalls(self.fleet.buckets[carrier], carrier) as unusual:
-            self.group.all_reduce(self.fleet.tail).wait(unusual)
-
     def _settle(self, summary: Summary) -> None:
         """Hand out what had to wait for the waybill."""
-        used = _Lazily(summary)
+        used = summary.used.tolist()
         for bucket in self.fleet.buckets:
             if self._weighed:
                 bucket.scale(self._divide(summary))
@@ -468,7 +413,7 @@ class Reducer:
         return bucket
 
     def _thaw(self, summary: Summary) -> None:
-        used = _Lazily(summary)
+        used = summary.used.tolist()
         thawed = [slot for slot in self._outside if used[slot]]
         for members in make_plan(self.slots, thawed, _UNCAPPED).buckets:
             if members:
@@ -480,7 +425,7 @@ class Reducer:
         self.planner.thaw(thawed)
 
     def _average(self, bucket: Bucket, number: int, summary: Summary) -> None:
-        self._land(bucket, number, self.exchange.launch(bucket, number, is_last=True))
+        self._flight.average(bucket, number)
         if self._weighed:
             bucket.scale(self._divide(summary))
 
@@ -497,7 +442,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget a step that is lost, with all gradients: the same on every rank."""
         # What is in flight still reads and writes the storage.
-        self._given_up = self._pending
+        self._given_up = self._flight
         for bucket in self.fleet.buckets:
             bucket.reset()
         for slot in self.planner.order:
@@ -508,33 +453,10 @@ class Reducer:
         self.step += 1
         self._rest()
 
-    def _land(self, bucket: Bucket, number: int, pending: Pending) -> None:
-        with self._stalls(bucket, number) as unusual:
-            self.exchange.land(bucket, number, pending, unusual)
-
-    @contextlib.contextmanager
-    def _stalls(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
-        """Say which reduction failed, and who is missing."""
-        try:
-            yield partial(self.group.roll_call.post, self.step, number)
-        except StepError:
-            raise
-        except RuntimeError as error:
-            raise StalledError(verdict.stalled(bucket, number, self.step, self.group, error)) from error
-
     def _settle_given_up(self) -> None:
-        """Wait for what is left of a lost step: its storage is needed again."""
-        given_up, self._given_up = self._given_up, {}
-        for number, pending in given_up.items():
-            bucket = self.fleet.buckets[number]
-            if self.exchange.carries_waybill:
-                self._land(bucket, number, pending)
-            else:
-                with contextlib.suppress(Exception):  # a hook's mistake was told when it was made
-                    self._land(bucket, number, pending)
-        if given_up and self._must_send_waybill:
-            self._write_waybill()
-            self._land_waybill()
+        given_up, self._given_up = self._given_up, None
+        if given_up is not None:
+            given_up.settle()
 
     def _refuse_mixed_weights(self) -> None:
         if self._weights.carries and not self._weighed:
@@ -586,22 +508,6 @@ class Reducer:
         if self.planner.learned:
             eager.update(members[-1] for members in self.fleet.plan.buckets if members)
         self._arrivals.watch({slot: self.parameters[slot] for slot in thawed}, eager=eager)
-
-
-class _Lazily(Sequence[int]):
-    """By how many ranks each slot was used, made a list only if someone asks: in most steps no one does."""
-
-    def __init__(self, summary: Summary) -> None:
-        self._summary = summary
-        self._list: list[int] | None = None
-
-    def __getitem__(self, slot: Any) -> Any:
-        if self._list is None:
-            self._list = self._summary.used.tolist()
-        return self._list[slot]
-
-    def __len__(self) -> int:
-        return len(self._summary.used)
 
 
 def _weakly(reducer: Reducer) -> Callable[[], None]:

@@ -31,7 +31,7 @@ class Report:
     """What one rank writes.
 
     Attributes:
-        used: a 1 for each slot that has a gradient to give.
+        used: a 1 for each slot that has a gradient to give; empty for none.
         late: buckets that must be reduced once more.
         thawed: whether a slot outside the plan has a gradient.
         buffers_changed: whether a module buffer has changed since buffers were last made equal.
@@ -40,7 +40,7 @@ class Report:
         order: slots in order of arrival, told by rank 0 while the plan is being learned.
     """
 
-    used: bytes | bytearray
+    used: bytes | bytearray = b""
     late: Iterable[int] = ()
     thawed: bool = False
     buffers_changed: bool = False
@@ -96,7 +96,7 @@ class Waybill:
     def write(self, tail: Tensor, rank: int, report: Report) -> None:
         """Put this rank's entries where the reduction will add them up."""
         entries = bytearray(self.size)
-        entries[: self._slots] = report.used
+        entries[: len(report.used)] = report.used
         for bucket in report.late:
             entries[self._late + bucket] = 1
         entries[self._flags] = report.thawed
