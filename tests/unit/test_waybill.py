@@ -27,7 +27,7 @@ def test_counts_and_flags_add_up(dtype: torch.dtype) -> None:
         ],
         dtype,
     )
-    assert found.used.tolist() == [2, 0, 1]
+    assert found.used == [2, 0, 1]
     assert found.late == [1, 2]
     assert found.thawed
     assert found.buffers_changed

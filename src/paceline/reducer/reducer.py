@@ -109,6 +109,7 @@ class Reducer:
         self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
         weakref.finalize(self, self._arrivals.remove)
         self._looked_at = 0
+        self._untaken: list[int] = []
         self._backward = -1
         self._detached = False
         self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
@@ -204,7 +205,8 @@ class Reducer:
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each trainable parameter in the last step; torch's name for it."""
         assert self.summary is not None
-        return self.summary.used[self.trainable_at_wrap]
+        used = [self.summary.used[slot] for slot in self.trainable_at_wrap]
+        return torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
 
     def _ddp_graph_static(self) -> bool:
         """Whether every step used the same parameters; torch's name for it."""
@@ -237,7 +239,10 @@ class Reducer:
                 for slot in arrived:
                     self.strict.mark(slot)
             self._mark(arrived)
-            self._take_small(arrived)
+            self._untaken += arrived
+            if len(self._untaken) >= _BATCH:
+                self._take_small(self._untaken)
+                self._untaken = []
 
     def _mark(self, arrived: Sequence[int]) -> None:
         mark, prompt = self.ledger.mark, self.fleet.prompt
@@ -258,6 +263,7 @@ class Reducer:
         self._schedule = Schedule(len(self.fleet.buckets), hold=hold)
         for bucket in self.fleet.buckets:
             bucket.begin()
+        self._untaken = []
         self.ledger.begin(self._accumulated)
         self._used = self.ledger.used
         self.times.backward_began()
@@ -384,12 +390,11 @@ class Reducer:
 
     def _settle(self, summary: Summary) -> None:
         """Hand out what had to wait for the waybill."""
-        used = summary.used.tolist()
         for bucket in self.fleet.buckets:
             if self._weighed:
                 bucket.scale(self._divide(summary))
                 bucket.hand_out()
-            bucket.settle(used)
+            bucket.settle(summary.used)
 
     def _divide(self, summary: Summary) -> float:
         total = sum(weight or 0.0 for weight in summary.weights)
@@ -413,15 +418,14 @@ class Reducer:
         return bucket
 
     def _thaw(self, summary: Summary) -> None:
-        used = summary.used.tolist()
-        thawed = [slot for slot in self._outside if used[slot]]
+        thawed = [slot for slot in self._outside if summary.used[slot]]
         for members in make_plan(self.slots, thawed, _UNCAPPED).buckets:
             if members:
                 bucket = self.fleet.bucket(members, as_views=self._as_views)
                 bucket.fill(self._factor, self._used, complete=False)  # blended when they were reported
                 self._average(bucket, len(self.fleet.buckets), summary)
                 bucket.hand_out()
-                bucket.settle(used)
+                bucket.settle(summary.used)
         self.planner.thaw(thawed)
 
     def _average(self, bucket: Bucket, number: int, summary: Summary) -> None:

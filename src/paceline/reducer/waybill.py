@@ -63,7 +63,7 @@ class Summary:
         order: rank 0's order of arrival; empty unless the plan is being learned.
     """
 
-    used: Tensor
+    used: list[int]
     late: list[int] = field(default_factory=list)
     thawed: bool = False
     buffers_changed: bool = False
@@ -110,8 +110,8 @@ class Waybill:
 
     def read(self, tail: Tensor) -> Summary:
         """What all ranks wrote."""
-        sums = tail.cpu().round().to(torch.int32)
-        few = sums[self._slots : self._order].tolist()
+        sums: list[int] = [*map(round, tail.tolist())]
+        few = sums[self._slots : self._order]
         flags = self._flags - self._slots
         status = few[flags + 2 : flags + 2 + self._world]
         return Summary(
@@ -123,7 +123,7 @@ class Waybill:
                 rank: Outcome(entry & ~_WEIGHED) for rank, entry in enumerate(status) if entry & ~_WEIGHED
             },
             weights=self._read_weights(status, few[self._weights - self._slots :]),
-            order=self._read_order(sums[self._order :].tolist()),
+            order=self._read_order(sums[self._order :]),
         )
 
     def _read_weights(self, status: list[int], entries: list[int]) -> list[float | None]:
