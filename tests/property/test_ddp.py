@@ -59,6 +59,19 @@ class Net(nn.Module):
         return x
 
 
+# Found once: a pass that counts nothing leaves no gradient, which is not the user's clearing them.
+COUNTS_NOTHING = Case(
+    seed=0,
+    layers=("branch",),
+    rows=(((0, 0), (0, 1)), ((0, 1),), ((0, 1), (0, 0))),
+    branches=(((False, False), (False, False)), ((False, True),), ((False, False), (False, False))),
+    weighed=True,
+    as_views=False,
+    cap_mb=0.0001,
+    sets_to_none=False,
+)
+
+
 def make_net(case: Case) -> Net:
     torch.manual_seed(case.seed)
     return Net(case.layers).double()
@@ -150,6 +163,10 @@ def cases(draw: st.DrawFn, world: int) -> Case:
         cap_mb=draw(st.sampled_from([0.0001, 25.0])),
         sets_to_none=draw(st.booleans()),
     )
+
+
+def test_passes_that_count_nothing(pool: RankPool) -> None:
+    assert max(pool.run(worst_error, COUNTS_NOTHING)) < 1e-12
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -1,5 +1,8 @@
 """Several wrappers on one group, in one backward: their collectives must not mix."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -86,3 +89,17 @@ def test_a_fault_in_one_of_them_loses_one_step_and_no_more() -> None:
     on_rank_0, on_rank_1 = run_ranks(faults, timeout=TIMEOUT)
     assert on_rank_0 == ["fine" if faulty < 0 else "ValueError" for faulty in (-1, 0, -1, 1, -1, 1, 0, -1)]
     assert on_rank_1 == ["fine" if faulty < 0 else "PeerError" for faulty in (-1, 0, -1, 1, -1, 1, 0, -1)]
+
+
+def freed(_: int) -> bool:
+    gc.disable()  # a rank of its own, which ends with the call
+    ddp = DistributedDataParallel(Chain(3))
+    for _ in range(3):
+        ddp(torch.randn(2, 3)).sum().backward()
+    reducer = weakref.ref(ddp.reducer)
+    del ddp
+    return reducer() is None
+
+
+def test_a_wrapper_is_freed_at_once_so_that_another_can_take_its_module() -> None:
+    assert run_ranks(freed, timeout=TIMEOUT) == [True, True]

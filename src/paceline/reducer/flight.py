@@ -23,7 +23,6 @@ class Flight:
         group: among whom.
         step: the step's number, for errors.
         times: where launches and landings are stamped.
-        report: what this rank has to say of the step, asked when the waybill is written.
 
     Attributes:
         pending: launched buckets, by number.
@@ -36,26 +35,24 @@ class Flight:
         group: Group,
         step: int,
         times: Times,
-        report: Callable[[], Report],
     ) -> None:
         self._fleet = fleet
         self._exchange = exchange
         self._group = group
         self._step = step
         self._times = times
-        self._report = report
         self._outcome = Outcome.FINE
         self._hook_is_broken = False
         self._owes_waybill = False
         self.pending: dict[int, Pending] = {}
 
-    def launch(self, number: int) -> None:
-        """Send a full bucket."""
+    def launch(self, number: int, report: Callable[[], Report] = Report) -> None:
+        """Send a full bucket; the report is asked for if it is the one that carries the waybill."""
         self._times.launched()
         bucket = self._fleet.buckets[number]
         is_carrier = number == self._fleet.plan.carrier
         if is_carrier and self._exchange.carries_waybill:
-            self._write_waybill()
+            self._write_waybill(report)
         if bucket.slots or self._exchange.carries_waybill:
             self._hook_is_broken = True  # unless it returns
             self.pending[number] = self._exchange.launch(bucket, number, is_last=is_carrier)
@@ -89,11 +86,11 @@ class Flight:
                 self._outcome = Outcome.RAISED_IN_BACKWARD
         return mistake
 
-    def read_waybill(self) -> Summary:
-        """What all ranks said of the step."""
+    def read_waybill(self, report: Callable[[], Report]) -> Summary:
+        """What all ranks said of the step; the report is asked for if the waybill goes beside the buckets."""
         if not self._exchange.carries_waybill:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
-            self._exchange_waybill()
+            self._exchange_waybill(report)
         self._times.landed()
         return self._fleet.waybill.read(self._fleet.tail)
 
@@ -110,15 +107,15 @@ class Flight:
             ):
                 self._land(self._fleet.buckets[number], number, pending)
         if self._owes_waybill:
-            self._exchange_waybill()
+            self._exchange_waybill(Report)
 
-    def _write_waybill(self) -> None:
+    def _write_waybill(self, report: Callable[[], Report]) -> None:
         fine = self._outcome is Outcome.FINE
-        report = self._report() if fine else Report(outcome=self._outcome)
-        self._fleet.waybill.write(self._fleet.tail, self._group.rank, report)
+        written = report() if fine else Report(outcome=self._outcome)
+        self._fleet.waybill.write(self._fleet.tail, self._group.rank, written)
 
-    def _exchange_waybill(self) -> None:
-        self._write_waybill()
+    def _exchange_waybill(self, report: Callable[[], Report]) -> None:
+        self._write_waybill(report)
         carrier = self._fleet.plan.carrier
         with self._naming(self._fleet.buckets[carrier], carrier) as unusual:
             self._group.all_reduce(self._fleet.tail).wait(unusual)

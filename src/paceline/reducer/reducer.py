@@ -269,7 +269,7 @@ class Reducer:
         self.times.backward_began()
 
     def _new_flight(self) -> Flight:
-        return Flight(self.fleet, self.exchange, self.group, self.step, self.times, self._report)
+        return Flight(self.fleet, self.exchange, self.group, self.step, self.times)
 
     def _take(self, slot: int) -> None:
         if self._patient or not self.ledger.is_ready(slot):
@@ -293,7 +293,7 @@ class Reducer:
         self.ledger.mark_left(number)
         with torch.no_grad():
             self._fill(self.fleet.buckets[number], self._used, complete=self.ledger.is_as_expected(number))
-            self._flight.launch(number)
+            self._flight.launch(number, self._report)
 
     def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
         if self._weighed:
@@ -373,7 +373,7 @@ class Reducer:
                 self._launch(number)
         again = {number: self._second(number) for number in self.ledger.late}
         mistake = self._flight.land_all(hand_out=not self._weighed)
-        summary = self._flight.read_waybill()
+        summary = self._flight.read_waybill(self._report)
         if mistake is not None:
             raise mistake
         verdict.check(summary, self.step, self.group)
@@ -467,8 +467,13 @@ class Reducer:
             raise WeightsError("earlier passes were weighed and this one is not; weigh every pass, or none")
 
     def _check_accumulated(self) -> None:
-        if any(self._accumulated) and not any(map(self._has_accumulated, range(len(self.slots)))):
-            self._accumulated = bytearray(len(self.slots))  # cleared since
+        """Forget passes whose gradients were cleared; refuse to go on from others without a weight."""
+        if self._weights.carries:
+            cleared = self._weights.were_cleared()
+        else:
+            cleared = not any(map(self._has_accumulated, range(len(self.slots))))
+        if cleared:
+            self._accumulated = bytearray(len(self.slots))
             self._weights.reset()
         if any(self._accumulated) and not self._weights.carries:
             raise OptionError("gradients were accumulated without a weight; weigh every pass, or none")

@@ -37,6 +37,7 @@ class Weights:
         """Nothing is carried from earlier passes."""
         self._carried: float | None = None
         self._ran = self._synced = False
+        self._left: list[tuple[Parameter, Tensor, int]] = []
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
         self._older: list[Tensor | None] = [None] * len(self._parameters)
 
@@ -64,6 +65,14 @@ class Weights:
             self._close()
         finally:
             self.now = None
+
+    def were_cleared(self) -> bool:
+        """Whether the sums of earlier passes are gone: set to None, or filled with zeros."""
+        return bool(self._left) and all(
+            parameter.grad is None
+            or ((parameter.grad is not left or left._version != version) and not parameter.grad.any())
+            for parameter, left, version in self._left
+        )
 
     def begin(self) -> None:
         """A backward begins under this weight: set aside what is there from before."""
@@ -95,6 +104,12 @@ class Weights:
                 for slot in range(len(self._parameters)):
                     self.blend(slot)
             self._carried = self.total
+            # To tell later whether the user has cleared them.
+            self._left = [
+                (parameter, parameter.grad, parameter.grad._version)
+                for parameter in self._parameters
+                if parameter.grad is not None
+            ]
 
     def _undo(self) -> None:
         """Forget a pass that failed: gradients are as they were before it."""
