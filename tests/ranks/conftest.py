@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.testing import forkserver
+from paceline.testing import RankPool, forkserver
 
 
 def is_running(pid: int) -> bool:
@@ -60,3 +60,17 @@ def nothing_left() -> Iterator[None]:
     before = held()
     yield
     assert held() == before
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two ranks for one file: a pool whose ranks are ended if a test breaks their group."""
+    with RankPool(2, timeout=20.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """The same, of two ranks and of three."""
+    with RankPool(request.param, timeout=20.0) as pool:
+        yield pool

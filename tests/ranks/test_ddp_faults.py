@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +14,8 @@ from paceline import DistributedDataParallel
 from paceline.errors import HookError, PeerError, StalledError, StepError
 from paceline.testing import RankPool, run_ranks
 
-WIDE = 32768  # elements from which a gradient may be lent the bucket's storage
+WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, timeout=15.0) as pool:
-        yield pool
 
 
 class Trip(torch.autograd.Function):

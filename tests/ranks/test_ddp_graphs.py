@@ -1,7 +1,7 @@
 """Backward passes of every shape: which of them are synced, and what they leave."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,7 @@ from torch.func import functional_call
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
 
-WIDE = 32768  # elements from which a gradient may be lent the bucket's storage
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, timeout=15.0) as pool:
-        yield pool
+WIDE = 32768  # elements from which a gradient is taken at once
 
 
 class Net(nn.Module):

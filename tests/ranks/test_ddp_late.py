@@ -1,7 +1,6 @@
 """Gradients that come when, or where, no one expected them: late ones, thawed ones, frozen ones."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,6 @@ from paceline.testing import RankPool
 WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 WEIGHED = pytest.mark.parametrize("weighed", [False, True], ids=["plain", "weighed"])
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, timeout=20.0) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, timeout=20.0) as pool:
-        yield pool
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
 
-WIDE = 32768  # elements from which a gradient may be lent the bucket's storage
+WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, timeout=20.0) as pool:
-        yield pool
 
 
 class Net(nn.Module):

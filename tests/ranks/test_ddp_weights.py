@@ -1,7 +1,7 @@
 """Weighed passes: what they average to, what they refuse, and what they leave as it was."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +13,9 @@ from paceline import DistributedDataParallel
 from paceline.errors import OptionError, PeerError, WeightsError
 from paceline.testing import RankPool
 
-WIDE = 32768  # elements from which a gradient may be lent the bucket's storage
+WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 Grads = dict[str, Tensor | None]
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, timeout=20.0) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, timeout=20.0) as pool:
-        yield pool
 
 
 class Net(nn.Module):
