@@ -24,6 +24,7 @@ from paceline.errors import (
     WeightsError,
     WrapError,
 )
+from paceline.module_state.precision import MixedPrecision
 from paceline.replicas.parallel_apply import parallel_apply
 from paceline.replicas.replicate import replicate
 from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
@@ -41,6 +42,7 @@ __all__ = [
     "HookTypeError",
     "MismatchError",
     "MissingKeyError",
+    "MixedPrecision",
     "NothingError",
     "OptionError",
     "PacelineError",

@@ -14,14 +14,19 @@ from torch import Tensor, nn
 from paceline.buckets.plan import BucketCaps
 from paceline.comm import group as groups
 from paceline.comm.group import Group
-from paceline.comm.joining import Joinable
+from paceline.comm.joining import Join, Joinable
 from paceline.comm.verify import check_same
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.comm_hook import CommHook, check_hook
+from paceline.hooks.exchange import LowPrecisionAverage
+from paceline.join.attendance import attend
+from paceline.join.shadow import Shadow
 from paceline.module_state import parameters as state
+from paceline.module_state.admission import check_module, refuse_uninitialised
 from paceline.module_state.broadcast import broadcast_state
 from paceline.module_state.buffers import ModuleBuffers
-from paceline.options import CapOptions, strict_mode
+from paceline.module_state.precision import Precision
+from paceline.options import CapOptions, buffer_options, strict_mode
 from paceline.reducer.autograd_hooks import current_backward, mark
 from paceline.reducer.planner import Planner
 from paceline.reducer.reducer import Reducer
@@ -55,9 +60,9 @@ class DistributedDataParallel(TorchSurface):
         gradient_as_bucket_view: let gradients be views of the buckets: saves the memory of one set of
             gradients.
         static_graph: taken for torch's sake; changing graphs need no flag.
-        delay_all_reduce_named_params: not supported yet.
-        param_to_hook_all_reduce: not supported yet.
-        mixed_precision: not supported yet.
+        delay_all_reduce_named_params: names and parameters whose gradients are reduced last, all together.
+        param_to_hook_all_reduce: the parameter whose gradient they wait for.
+        mixed_precision: a ``paceline.MixedPrecision``, or a policy of torch's.
         device_mesh: a mesh of one dimension in the place of ``process_group``.
         skip_all_reduce_unused_params: taken for torch's sake.
         bucket_cap_mb_list: MiB of each bucket in turn.
@@ -97,22 +102,20 @@ class DistributedDataParallel(TorchSurface):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise OptionError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        _refuse_what_is_missing(delay_all_reduce_named_params, mixed_precision)
-        self.process_group = _process_group(process_group, device_mesh)
+        self.process_group = groups.choose(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        _refuse_uninitialised(module, self.parameters_to_ignore)
-        self._slots = state.collect(module, self.parameters_to_ignore)
-        _check_module(module, self._slots, self.parameters_to_ignore)
+        refuse_uninitialised(module, self.parameters_to_ignore)
+        self._delayed = state.delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._slots = state.collect(module, self.parameters_to_ignore, self._delayed)
+        check_module(module, self._slots, self.parameters_to_ignore)
         self._place_module(device_ids, output_device)
-        self.forward_sync_buffers, init_buffers = _buffer_options(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers, init_buffers = buffer_options(
+            broadcast=broadcast_buffers, forward_sync=forward_sync_buffers
+        )
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
@@ -120,6 +123,8 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self.static_graph = False
         self.require_forward_param_sync = True
+        self._buffer_source = 0
+        self._divides_by_all = True
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, groups.first_bucket_bytes())
         self._rebuild_plan = rebuild_plan
@@ -150,18 +155,34 @@ class DistributedDataParallel(TorchSurface):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._syncs_now():
             self._stats.begin_forward()
+        if self._join_config.enable:
+            self._attend()
         if torch.is_grad_enabled():
-            self._refuse_optimizers_in_backward()
+            if not self.reducer.step:
+                self.reducer.in_backward.look()
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
-            return tree.map_leaves(self._send, (inputs, kwargs))  # type: ignore[no-any-return]
+            inputs, kwargs = tree.map_leaves(self._send, (inputs, kwargs))
         return inputs, kwargs
 
+    def _attend(self) -> None:
+        """Under join: hear which ranks have inputs left."""
+        if (told := Join.notify_join_context(self)) is not None:
+            told.wait()
+        attendance = attend(self._group, self.device, active=True, synced=self._syncs_now())
+        self._buffer_source = attendance.authority
+        if not self._divides_by_all:
+            self.reducer.ranks = len(attendance.active)
+
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        precision = self.reducer.precision
         with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
+            if precision is None:
+                return self.module(*inputs, **kwargs)
+            with precision.lowered(inputs, kwargs) as (inputs, kwargs):
+                return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any, given: Any = ()) -> Any:
         if self._check_sync_bufs_post_fwd():
@@ -220,12 +241,48 @@ class DistributedDataParallel(TorchSurface):
             loss.backward()
 
     def _sync_buffers(self) -> None:
-        buffers = self._buffers_in_module
-        if buffers.hook is not None:
-            futures = buffers.hook.call(buffers.hook.state, buffers.named())
-            self.reducer.wait_for(futures or ())
-        elif not buffers.constant:
-            buffers.broadcast(self._group, source=0, bytes_at_once=self.broadcast_bucket_size)
+        self.reducer.wait_for(
+            self._buffers_in_module.sync(
+                self._group, source=self._buffer_source, bytes_at_once=self.broadcast_bucket_size
+            )
+        )
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train in here with inputs that run out on some ranks before others.
+
+        A rank without inputs takes part in the others' collectives with nothing; at the end every rank has
+        the model of one that had inputs to the last. Each synced forward needs its backward.
+
+        Args:
+            divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
+                counts the same; if not, by the number of those that still have inputs.
+            enable: off for inputs known to be even; then nothing is told between the ranks.
+            throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """What torch's join context manager calls on a rank without inputs."""
+        self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._stats.joins_uneven_inputs = True
+        return Shadow(self)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Make every rank's model that of the last rank which had inputs."""
+        last = attend(self._group, self.device, active=is_last_joiner, synced=False)
+        self._authoritative_rank = last.authority
+        self._buffer_source = 0
+        self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer."""
@@ -289,7 +346,7 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__setstate__(self, attributes)
         self.process_group = groups.default_process_group()
         self._group = Group(self.process_group)
-        self._slots = state.collect(self.module, self.parameters_to_ignore)
+        self._slots = state.collect(self.module, self.parameters_to_ignore, self._delayed)
         self._buffers_in_module = ModuleBuffers(self.module, self.parameters_to_ignore)
         self._build_reducer()
         if self.static_graph and self.reducer.strict is not None:
@@ -320,12 +377,15 @@ class DistributedDataParallel(TorchSurface):
     def _start_equal(self, *, buffers: bool) -> None:
         options = [("the bucket caps", repr(self._caps.sizes)), ("rebuild_plan", repr(self._rebuild_plan))]
         check_same(self._group, state.describe(self._slots), options, self.device)
+        self._broadcast_state(source=0, buffers=buffers)
+
+    def _broadcast_state(self, *, source: int, buffers: bool) -> None:
         broadcast_state(
             self._group,
             self.module,
             ignored=self.parameters_to_ignore,
             buffers=buffers,
-            source=0,
+            source=source,
             bytes_at_once=self.broadcast_bucket_size,
         )
 
@@ -346,7 +406,10 @@ class DistributedDataParallel(TorchSurface):
             self._buffers_in_module,
             as_views=self.gradient_as_bucket_view,
             strict=self._limits(trainable) if self._strict else None,
+            precision=self._lower_precision(),
         )
+        if self.mixed_precision is not None:
+            self.reducer.use(LowPrecisionAverage(self._group))
         self._stats = Stats(self.reducer)
 
     def _limits(self, trainable: Sequence[int]) -> Strict:
@@ -358,78 +421,16 @@ class DistributedDataParallel(TorchSurface):
             skips_unused=self.skip_all_reduce_unused_params,
         )
 
-    def _refuse_optimizers_in_backward(self) -> None:
-        if not self.reducer.step and any(
-            hasattr(each, "_in_backward_optimizers") for each in self._slots.parameters
-        ):
-            raise UnsupportedError("optimizers that step in backward are not supported yet")
+    def _lower_precision(self) -> Precision | None:
+        if self.mixed_precision is None:
+            return None
+        return Precision(self.mixed_precision, self.module, self.parameters_to_ignore)
 
     def _send(self, leaf: Any) -> Any:
         return dev.send(leaf, self.device) if isinstance(leaf, Tensor) else leaf
-
-
-def _process_group(process_group: Any, device_mesh: Any) -> Any:
-    if process_group is not None and device_mesh is not None:
-        raise WrapError("Cannot specify both process_group and device_mesh arguments.")
-    if process_group is not None and not groups.belongs_to(process_group):
-        raise OptionError("this rank is not in the process group that it is to average with")
-    if device_mesh is None:
-        return groups.default_process_group() if process_group is None else process_group
-    if device_mesh.ndim != 1:
-        raise WrapError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    return groups.of_mesh(device_mesh)
 
 
 def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
     # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
     if (alive := reducer()) is not None:
         alive.begin(synced=synced and alive.syncs)
-
-
-def _refuse_uninitialised(module: nn.Module, ignored: set[str]) -> None:
-    for name, parameter in module.named_parameters():
-        if name not in ignored and isinstance(parameter, nn.UninitializedParameter):
-            raise WrapError(
-                f"a lazy module must be called once before it is wrapped (uninitialised: {name!r})"
-            )
-
-
-def _check_module(module: nn.Module, found: state.Slots, ignored: set[str]) -> None:
-    if not found.trainable:
-        raise WrapError(
-            "DistributedDataParallel is not needed for a module without a parameter that requires a gradient "
-            f"(module: {type(module).__name__}, ignored: {sorted(ignored)})"
-        )
-    types = sorted({parameter.device.type for parameter in found.parameters})
-    if len(types) > 1:
-        raise OptionError(f"a module must be on one type of device (found: {types})")
-    for slot, parameter in zip(found.slots, found.parameters, strict=True):
-        if parameter.device.type == "meta":
-            raise WrapError(
-                f"a parameter on the meta device has no values to train (parameter: {slot.name!r})"
-            )
-
-
-def _buffer_options(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are synced before each forward, and whether they are at the start."""
-    if broadcast is not None:
-        ignored = (
-            "is ignored, because `forward_sync_buffers` is given" if forward_sync is not None else "is kept"
-        )
-        warnings.warn(
-            f"`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value {ignored}. "
-            "`forward_sync_buffers=False` still makes buffers equal at the start, "
-            "`broadcast_buffers=False` does not",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if forward_sync is not None:
-        return forward_sync, True
-    return broadcast is not False, broadcast is not False
-
-
-def _refuse_what_is_missing(delayed: Any, mixed_precision: Any) -> None:
-    if delayed is not None:
-        raise UnsupportedError("delay_all_reduce_named_params is not supported yet")
-    if mixed_precision is not None:
-        raise UnsupportedError("mixed_precision is not supported yet")

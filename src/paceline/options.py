@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,3 +67,21 @@ class CapOptions:
 def strict_mode(*, asked: bool | None) -> bool:
     """Whether to raise where torch's wrapper raises: as asked, else as the environment says."""
     return os.environ.get("PACELINE_STRICT", "0") == "1" if asked is None else asked
+
+
+def buffer_options(*, broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are synced before each forward, and whether they are at the start."""
+    if broadcast is not None:
+        ignored = (
+            "is ignored, because `forward_sync_buffers` is given" if forward_sync is not None else "is kept"
+        )
+        warnings.warn(
+            f"`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value {ignored}. "
+            "`forward_sync_buffers=False` still makes buffers equal at the start, "
+            "`broadcast_buffers=False` does not",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync is not None:
+        return forward_sync, True
+    return broadcast is not False, broadcast is not False

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.comm import group as groups
 from paceline.comm.group import Group
+from paceline.comm.optimizers import overlapped
 from paceline.errors import OptionError, UnsupportedError
 from paceline.hooks.builtin import builtin_hook
 from paceline.hooks.comm_hook import CommHook
@@ -222,6 +223,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "join_uneven_inputs": int(self._stats.joins_uneven_inputs),
             "iteration": 0,
             **self._stats.sampled,
             **self._last_error(),
@@ -253,6 +255,27 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         """Average by a hook of torch's own, named by its type."""
         make = partial(builtin_hook, kind=comm_hook_type)
         self._use(CommHook(self._group, None, make(self._group), name=str(comm_hook_type), remake=make))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step an optimizer of torch's on each bucket as soon as it is averaged."""
+        if optim_params is not None:
+            optim_params = list(optim_params)
+            self._refuse_foreign(optim_params)
+        try:
+            overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"{optim.__name__} does not support overlapped DDP, only stepping after backward"
+            ) from error
+
+    def _refuse_foreign(self, parameters: Sequence[Tensor]) -> None:
+        own = {id(parameter) for parameter in self._slots.parameters}
+        foreign = [place for place, parameter in enumerate(parameters) if id(parameter) not in own]
+        if foreign:
+            raise OptionError(
+                "an optimizer in backward can step the wrapped module's parameters only "
+                f"(of the {len(parameters)} given, not its own: {foreign})"
+            )
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
@@ -303,10 +326,10 @@ def _unsupported(name: str) -> Callable[..., Any]:
 
 # Methods of torch's class that would work on parts which ours does not have.
 for _name in (
-    *("join", "join_hook", "_find_common_rank", "_sync_final_model", "_sync_module_buffers"),
+    *("_find_common_rank", "_sync_module_buffers"),
     *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
     *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce", "_set_sparse_metadata"),
-    *("_register_fused_optim", "_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
+    *("_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
     *("_module_wait_for_copy_hook", "_register_accum_grad_hook", "_fire_reducer_autograd_hook"),
     *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
     *("_ddp_init_helper", "_assign_modules_buffers", "_passing_sync_batchnorm_handle"),

@@ -253,6 +253,56 @@ def test_a_hooks_mistake_on_one_rank(mistake: str) -> None:
     run_ranks(bad_hook_on_one, args=(mistake,), timeout=15.0)
 
 
+class HookOnAGroup(BadHook):
+    """Averages in the group that it was last given."""
+
+    def __init__(self, mistake: str, group: Any) -> None:
+        super().__init__(mistake)
+        self.group = group
+
+    def __call__(self, _: object, bucket):  # type: ignore[no-untyped-def]
+        if self.on and bucket.index() == 0:
+            return super().__call__(None, bucket)
+        work = distributed.all_reduce(bucket.buffer().div_(2), group=self.group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+def hook_breaks_on_one(rank: int, mistake: str, cap: float) -> tuple[str, str]:
+    first, second = distributed.new_group(), distributed.new_group()  # both with torch's long timeout
+    ddp = make(process_group=first, bucket_cap_mb=cap)
+    hook = HookOnAGroup(mistake, first)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rank + 1.0).backward()
+    hook.on = rank == 1
+    with pytest.raises((StepError, ValueError)) as caught:
+        ddp(rank + 1.0).backward()
+    assert values(ddp) == dict.fromkeys(WANT)
+    hook.on = False
+    with pytest.raises(StepError) as refused:
+        ddp(rank + 1.0)
+    hook.group = second
+    ddp._update_process_group(second)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(rank + 1.0).backward()
+        assert values(ddp) == times(1)
+    return f"{type(caught.value).__name__}: {caught.value}", str(refused.value)
+
+
+@pytest.mark.parametrize("cap", [1e-5, 25.0], ids=["many", "one"])
+@pytest.mark.parametrize("mistake", ["raises", "future"])
+def test_a_hook_that_breaks_on_one_rank_leaves_no_rank_waiting(mistake: str, cap: float) -> None:
+    (waiting, why), (breaking, _) = run_ranks(hook_breaks_on_one, args=(mistake, cap), timeout=20.0)
+    said = "ValueError" if mistake == "raises" else "HookError"
+    assert breaking.startswith(said)
+    assert waiting.startswith("PeerError: rank 1 raised " + said)
+    assert "in the hook for bucket 0 of step 2" in waiting
+    assert "no longer match" in why
+    assert "_update_process_group" in why
+
+
 def absent(rank: int, world: int, hooked: bool) -> str:
     group = distributed.new_group(timeout=timedelta(seconds=3))
     ddp = make(process_group=group, bucket_cap_mb=25)

@@ -30,6 +30,7 @@ class DenseBucket:
         device: where the storage of an empty bucket is to be.
         tail: how many elements to keep free behind the gradients.
         as_views: whether parameters get views of the storage for gradients, or keep tensors of their own.
+        dtype: in which data type gradients travel; the parameters' own if None.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class DenseBucket:
         device: torch.device,
         tail: int = 0,
         as_views: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.slots = slots
         self.parameters = parameters
         self._device = device
-        self._as_views = as_views
+        self._as_views = as_views and dtype is None
+        self._dtype = dtype
         self._tail = tail
         self._flat: Tensor | None = None
         self._typed: Tensor
@@ -95,7 +98,7 @@ class DenseBucket:
         self.reset()
         if self.parameters and self._flat is not None:
             like = self.parameters[0]
-            if (self._typed.dtype, self._typed.device) != (like.dtype, like.device):
+            if (self._typed.dtype, self._typed.device) != (self._travels_as(like), like.device):
                 self._flat = None
 
     def take(self, slot: int, factor: float) -> None:
@@ -226,10 +229,12 @@ class DenseBucket:
         into: list[Tensor] = []
         views: list[Tensor] = []
         for position in positions:
-            view, own = self._views[position], self._kept[position]
+            view, own, parameter = self._views[position], self._kept[position], self._members[position]
+            if own is None or (self._dtype is not None and own.dtype != parameter.dtype):
+                own = torch.empty_like(view, dtype=parameter.dtype)
             views.append(view)
-            into.append(torch.empty_like(view) if own is None else own)
-            self._members[position].grad = into[-1]
+            into.append(own)
+            parameter.grad = own
         if into:
             torch._foreach_copy_(into, views)
 
@@ -245,7 +250,7 @@ class DenseBucket:
 
     def _allocate(self) -> Tensor:
         like = self.parameters[0] if self.parameters else torch.empty(0, device=self._device)
-        dtype = like.dtype
+        dtype = self._travels_as(like)
         width = 2 if dtype.is_complex else 1
         numel = width * sum(slot.numel for slot in self.slots)
         flat = torch.empty(numel + self._tail, dtype=dtype.to_real(), device=like.device)
@@ -253,6 +258,9 @@ class DenseBucket:
         self._typed = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._cut()
         return flat
+
+    def _travels_as(self, like: Tensor) -> torch.dtype:
+        return like.dtype if self._dtype is None or like.is_complex() else self._dtype
 
     def _cut(self) -> None:
         """Cut the storage into views, in the order of the slots, and into runs of small neighbours."""

@@ -15,6 +15,7 @@ class Slot:
         nbytes: how many bytes its gradient takes.
         kind: the data type and device; only slots of one kind share a bucket.
         sparse: whether its gradient is expected to be sparse; such a slot has a bucket of its own.
+        delayed: whether it leaves last, together with all others that are delayed.
     """
 
     index: int
@@ -23,6 +24,7 @@ class Slot:
     nbytes: int
     kind: str
     sparse: bool = False
+    delayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,35 @@ class Plan:
 
 def make_plan(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> Plan:
     """Buckets that leave in the order in which their slots are filled in."""
-    return Plan(tuple(_dense_last(_fill(slots, order, caps), slots)))
+    order = list(order)
+    return Plan(tuple(_dense_last([*_fill(slots, order, caps), *_delayed(slots, order)], slots)))
 
 
 def guess_plan(slots: Sequence[Slot], trainable: Sequence[int], caps: BucketCaps) -> Plan:
     """Buckets for gradients that come in the reverse order of the parameters, as they do in most modules."""
-    return Plan(tuple(_dense_last(_fill(slots, trainable, caps)[::-1], slots)))
+    filled = _fill(slots, trainable, caps)[::-1]
+    return Plan(tuple(_dense_last([*filled, *_delayed(slots, trainable)], slots)))
+
+
+def _delayed(slots: Sequence[Slot], order: Iterable[int]) -> list[tuple[int, ...]]:
+    """A bucket a kind for the slots that leave last."""
+    buckets: dict[str, list[int]] = {}
+    for index in order:
+        if slots[index].delayed:
+            buckets.setdefault(slots[index].kind, []).append(index)
+    return [*map(tuple, buckets.values())]
 
 
 def _fill(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> list[tuple[int, ...]]:
-    """Fill buckets with the slots in the given order; a bucket is closed once it has reached its cap."""
+    """Fill buckets with the slots that are not delayed; a bucket is closed once it has reached its cap."""
     open_: dict[str, list[int]] = {}
     filled: dict[str, int] = {}
     closed_of_kind: dict[str, int] = {}
     closed: list[tuple[int, ...]] = []
     for index in order:
         slot = slots[index]
+        if slot.delayed:
+            continue
         if slot.sparse:
             closed.append((index,))
             continue

@@ -15,11 +15,13 @@ class SparseBucket:
     Args:
         slot: the one slot.
         parameter: its parameter.
+        dtype: in which data type the gradient travels; the parameter's own if None.
     """
 
-    def __init__(self, slot: Slot, parameter: Parameter) -> None:
+    def __init__(self, slot: Slot, parameter: Parameter, dtype: torch.dtype | None = None) -> None:
         self.slots = (slot,)
         self.parameters = (parameter,)
+        self._dtype = dtype
         self._kept: Tensor | None = None
         self._is_open = False
         self._travelling: Tensor | None = None
@@ -54,13 +56,13 @@ class SparseBucket:
         if self._kept is None:
             self.zero()
         else:
-            self._travelling = _rows(self._kept) * factor
+            self._travelling = _rows(self._kept).to(self._dtype) * factor
 
     def zero(self) -> None:
         """Count as no rows."""
         like = self.parameters[0]
         nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
-        values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
+        values = torch.empty((0, *like.shape[1:]), dtype=self._dtype or like.dtype, device=like.device)
         self._travelling = torch.sparse_coo_tensor(nowhere, values, like.shape)
 
     def receive(self, result: Tensor) -> None:
@@ -74,13 +76,15 @@ class SparseBucket:
     def hand_out(self) -> None:
         """Give the parameter its averaged gradient, if this rank used it."""
         if not self._is_open:
-            self.parameters[0].grad = self.storage
+            self._give()
 
     def settle(self, used: Sequence[int]) -> None:
         """Decide on a slot that this rank did not use, now that it is known whether others did."""
         if self._is_open:
-            (parameter,) = self.parameters
-            parameter.grad = self.storage if used[self.slots[0].index] else self._kept
+            if used[self.slots[0].index]:
+                self._give()
+            else:
+                self.parameters[0].grad = self._kept
         self.reset()
 
     def add(self, more: "SparseBucket") -> None:
@@ -88,6 +92,10 @@ class SparseBucket:
         (parameter,) = self.parameters
         if parameter.grad is not None:
             parameter.grad = parameter.grad + more.storage
+
+    def _give(self) -> None:
+        (parameter,) = self.parameters
+        parameter.grad = self.storage.to(parameter.dtype)
 
     def reset(self) -> None:
         """Forget the step."""

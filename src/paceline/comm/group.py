@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.pending import Pending, WorkPending
 from paceline.comm.roll_call import RollCall
+from paceline.errors import OptionError, WrapError
 
 # Wrappers on one group tell each other apart by the order in which they were made, the same on every rank.
 _members: dict[str, "itertools.count[int]"] = {}
@@ -89,14 +90,22 @@ def is_default(process_group: Any) -> bool:
     return distributed.is_initialized() and process_group == c10d._get_default_group()
 
 
+def choose(process_group: Any, device_mesh: Any) -> Any:
+    """The group that was asked for, by itself or as a mesh of one dimension; the default group if none."""
+    if process_group is not None and device_mesh is not None:
+        raise WrapError("Cannot specify both process_group and device_mesh arguments.")
+    if process_group is not None and not belongs_to(process_group):
+        raise OptionError("this rank is not in the process group that it is to average with")
+    if device_mesh is None:
+        return default_process_group() if process_group is None else process_group
+    if device_mesh.ndim != 1:
+        raise WrapError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return device_mesh.get_group(mesh_dim=0)
+
+
 def belongs_to(process_group: Any) -> bool:
     """Whether this process is a member of the group."""
     return not c10d._rank_not_in_group(process_group)
-
-
-def of_mesh(mesh: Any) -> Any:
-    """The process group of a device mesh's one dimension."""
-    return mesh.get_group(mesh_dim=0)
 
 
 def is_grad_bucket_type(annotation: object) -> bool:

@@ -1,5 +1,5 @@
-"""The base class by which torch's join context manager knows who can join."""
+"""What torch's join context manager knows its members by, and how they answer it."""
 
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-__all__ = ["Joinable"]
+__all__ = ["Join", "JoinHook", "Joinable"]

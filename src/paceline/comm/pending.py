@@ -8,18 +8,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# A wait that takes longer than this is unusual: from then on the rank is on the roll as waiting.
+# A wait that takes longer than this is unusual: from then on the rank is on the roll as waiting, and looks
+# every second whether there is word from those it waits for.
 _UNUSUAL = timedelta(seconds=2)
+_AGAIN = timedelta(seconds=1)
 
 
 class Pending(Protocol):
     """One launched, unfinished reduction."""
 
     def wait(self, unusual: Callable[[], None]) -> Any:
-        """Wait for the result; ``unusual`` is called once if that takes long.
+        """Wait for the result; ``unusual`` is called from time to time if that takes long, and may raise.
 
         The group's timeout is the deadline: past it, torch raises.
         """
+
+    def done(self) -> bool:
+        """Whether waiting would take no time."""
 
 
 class WorkPending:
@@ -32,12 +37,19 @@ class WorkPending:
     def wait(self, unusual: Callable[[], None]) -> None:
         """Wait until the tensor holds the result."""
         # On an accelerator wait() only orders streams; it takes no time that could be unusual.
-        if self._tensor.device.type == "cpu" and not self._work.is_completed():
+        patience = _UNUSUAL
+        while self._tensor.device.type == "cpu" and not self._work.is_completed():
             try:
-                self._work.wait(_UNUSUAL)
-            except RuntimeError:
-                unusual()  # either it takes long, or it failed and the next wait says so
+                self._work.wait(patience)
+            except RuntimeError:  # either it takes long, or it failed and the last wait says so
+                if not self._work.is_completed():
+                    unusual()
+            patience = _AGAIN
         self._work.wait()
+
+    def done(self) -> bool:
+        """Whether the tensor holds the result."""
+        return bool(self._work.is_completed())
 
 
 class FuturePending:
@@ -48,13 +60,16 @@ class FuturePending:
 
     def wait(self, unusual: Callable[[], None]) -> Any:
         """Wait for the hook's result."""
-        if self._future.done():
-            return self._future.wait()
         # A future knows no deadline; the collectives behind it do.
-        reminder = threading.Timer(_UNUSUAL.total_seconds(), unusual)
-        reminder.daemon = True
-        reminder.start()
-        try:
-            return self._future.wait()
-        finally:
-            reminder.cancel()
+        if not self._future.done():
+            arrived = threading.Event()
+            self._future.add_done_callback(lambda _: arrived.set())
+            patience = _UNUSUAL
+            while not arrived.wait(patience.total_seconds()):
+                unusual()
+                patience = _AGAIN
+        return self._future.wait()
+
+    def done(self) -> bool:
+        """Whether the hook's result is there."""
+        return self._future.done()

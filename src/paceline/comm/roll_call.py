@@ -1,10 +1,12 @@
 """Who has come how far, told through the group's store, and only when a wait takes unusually long."""
 
 import contextlib
+from datetime import timedelta
 from typing import Any
 
 # torch 2.13: what reading a store raises when it, or the rank that holds it, is gone.
 _GONE = (RuntimeError, OSError)
+_PATIENCE = timedelta(seconds=10)
 
 
 class RollCall:
@@ -38,6 +40,22 @@ class RollCall:
     def why(self, step: int, rank: int) -> str | None:
         """A rank's word of why it gave up a step."""
         return self._read(f"why/{step}/{rank}")
+
+    def break_off(self, step: int, where: str) -> None:
+        """Leave word of where in a step this rank stopped to follow the others' collectives."""
+        self._write(f"broken/{step}/{self._rank}", where)
+
+    def broken(self, step: int) -> dict[int, str]:
+        """The ranks that stopped to follow the others in a step, and where."""
+        found = {rank: self._read(f"broken/{step}/{rank}") for rank in range(self._size)}
+        return {rank: where for rank, where in found.items() if where is not None}
+
+    def all_broken(self, step: int) -> dict[int, str]:
+        """The same once every rank has left word; after ten seconds without it."""
+        keys = [self._key(f"broken/{step}/{rank}") for rank in range(self._size)]
+        with contextlib.suppress(*_GONE):
+            self._store.wait(keys, _PATIENCE)
+        return self.broken(step)
 
     def _at(self, rank: int) -> tuple[int, int]:
         text = self._read(f"at/{rank}")

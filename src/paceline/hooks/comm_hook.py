@@ -31,7 +31,9 @@ class CommHook:
     """
 
     carries_waybill = False
-    factor = 1.0
+    # Hooks may issue collectives when earlier ones are done. Those of two buckets would then follow each
+    # other in another order on each rank.
+    serial = True
 
     def __init__(
         self,
@@ -47,6 +49,10 @@ class CommHook:
         self._hook = hook
         self.name = name or getattr(hook, "__qualname__", type(hook).__qualname__)
         self.gain = float(group.size)
+
+    def factor(self, ranks: int) -> float:  # noqa: ARG002
+        """Divide nothing: that is the hook's."""
+        return 1.0
 
     def on(self, group: Group) -> "CommHook":
         """The same among other ranks."""

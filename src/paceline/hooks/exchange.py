@@ -14,14 +14,17 @@ class Exchange(Protocol):
     """How buckets are averaged over the ranks.
 
     Attributes:
-        factor: what gradients are multiplied by before they leave, when each rank counts the same.
-        gain: the sum over the ranks, divided by what comes back for it.
+        gain: the sum over the ranks, divided by what comes back for it when nothing was multiplied.
         carries_waybill: whether what stands behind the gradients is added up over the ranks, exactly.
+        serial: whether a bucket may leave only when the one before it has come back.
     """
 
-    factor: float
     gain: float
     carries_waybill: bool
+    serial: bool
+
+    def factor(self, ranks: int) -> float:
+        """What gradients are multiplied by before they leave, when so many ranks count the same."""
 
     def on(self, group: Group) -> "Exchange":
         """The same among other ranks."""
@@ -39,6 +42,38 @@ class Unusual(Protocol):
     def __call__(self) -> None: ...  # noqa: D102
 
 
+class LowPrecisionAverage:
+    """Adds up, and divides what comes back: as torch does for gradients that are sent in low precision.
+
+    Args:
+        group: whom to average with.
+    """
+
+    carries_waybill = True
+    serial = False
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.gain = float(group.size)
+
+    def factor(self, ranks: int) -> float:  # noqa: ARG002
+        """Divide nothing yet: small gradients would become zeros."""
+        return 1.0
+
+    def on(self, group: Group) -> "LowPrecisionAverage":
+        """The same among other ranks."""
+        return LowPrecisionAverage(group)
+
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:  # noqa: ARG002
+        """Begin to add up."""
+        return self._group.all_reduce(bucket.storage)
+
+    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:  # noqa: ARG002
+        """Wait for the sum, and divide it."""
+        pending.wait(unusual)
+        bucket.gradients.div_(self._group.size)
+
+
 class Average:
     """Adds up with one all-reduce a bucket.
 
@@ -49,11 +84,15 @@ class Average:
     """
 
     carries_waybill = True
+    serial = False
     gain = 1.0
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.factor = 1 / group.size
+
+    def factor(self, ranks: int) -> float:
+        """Divide by the number of ranks."""
+        return 1 / ranks
 
     def on(self, group: Group) -> "Average":
         """The same among other ranks."""

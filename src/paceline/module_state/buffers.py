@@ -89,6 +89,18 @@ class ModuleBuffers:
         self._seen = places
         self.any = bool(places)
 
+    def sync(self, group: Group, *, source: int, bytes_at_once: int) -> "Sequence[torch.futures.Future[Any]]":
+        """Make them equal by the user's hook, or by a broadcast unless they are constant.
+
+        Returns:
+            What the hook wants waited for after backward.
+        """
+        if self.hook is not None:
+            return self.hook.call(self.hook.state, self.named()) or ()
+        if not self.constant:
+            self.broadcast(group, source=source, bytes_at_once=bytes_at_once)
+        return ()
+
     def forget(self) -> None:
         """Know nothing of earlier broadcasts, as when the group has changed."""
         self._seen = None

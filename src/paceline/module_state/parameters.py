@@ -1,12 +1,13 @@
 """A module's parameters as slots."""
 
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import Parameter
 
 from paceline.buckets.plan import Slot
+from paceline.errors import OptionError
 
 
 class Slots(NamedTuple):
@@ -23,7 +24,24 @@ class Slots(NamedTuple):
     trainable: list[int]
 
 
-def collect(module: nn.Module, ignored: Collection[str]) -> Slots:
+def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, awaited: Any) -> list[str]:
+    """The names of parameters that are to be reduced last, with the one whose gradient they wait for."""
+    if (named is None) != (awaited is None):
+        raise OptionError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if named is None:
+        return []
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    chosen = [*named, ("param_to_hook_all_reduce", awaited)]
+    if foreign := [name for name, parameter in chosen if id(parameter) not in names]:
+        raise OptionError(
+            f"all-reduce can be delayed for the module's own parameters only (others: {foreign})"
+        )
+    return [names[id(parameter)] for _, parameter in chosen]
+
+
+def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str] = ()) -> Slots:
     """The slots of a module; a parameter that is shared inside it has one, under its first name."""
     sparse = set(_sparse(module))
     found = Slots([], [], [])
@@ -37,6 +55,7 @@ def collect(module: nn.Module, ignored: Collection[str]) -> Slots:
             nbytes=parameter.numel() * parameter.element_size(),
             kind=f"{parameter.dtype} {parameter.device}",
             sparse=id(parameter) in sparse,
+            delayed=name in delayed and id(parameter) not in sparse,
         )
         found.slots.append(slot)
         found.parameters.append(parameter)

@@ -23,6 +23,7 @@ class Fleet:
         waybill: where the entries of the waybill stand.
         waybill_rides: whether the waybill travels behind the last bucket's gradients, or beside them.
         as_views: whether gradients are views of the buckets' storage.
+        dtype: in which data type gradients travel; each in its parameter's own if None.
 
     Attributes:
         buckets: one for each of the plan's.
@@ -39,10 +40,12 @@ class Fleet:
         *,
         waybill_rides: bool,
         as_views: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.plan = plan
         self.waybill = waybill
-        self._slots = slots
+        self.slots = slots
+        self._dtype = dtype
         self._parameters = parameters
         self._beside: Tensor | None = None
         self.buckets: list[Bucket] = []
@@ -59,12 +62,12 @@ class Fleet:
 
     def bucket(self, members: Sequence[int], *, as_views: bool, tail: int = 0) -> Bucket:
         """A new bucket of some slots."""
-        slots = [self._slots[slot] for slot in members]
+        slots = [self.slots[slot] for slot in members]
         parameters = [self._parameters[slot] for slot in members]
         if slots and slots[0].sparse:
-            return SparseBucket(slots[0], parameters[0])
+            return SparseBucket(slots[0], parameters[0], self._dtype)
         device = (parameters or self._parameters)[0].device
-        return DenseBucket(slots, parameters, device=device, tail=tail, as_views=as_views)
+        return DenseBucket(slots, parameters, device=device, tail=tail, as_views=as_views, dtype=self._dtype)
 
     @property
     def tail(self) -> Tensor:

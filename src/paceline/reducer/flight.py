@@ -6,7 +6,7 @@ from functools import partial
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import HookError, StalledError, StepError
+from paceline.errors import HookError, PeerError, StalledError, StepError
 from paceline.hooks.exchange import Bucket, Exchange
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
@@ -26,6 +26,7 @@ class Flight:
 
     Attributes:
         pending: launched buckets, by number.
+        broken: why this rank or another can no longer follow the others' collectives.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Flight:
         self._step = step
         self._times = times
         self._outcome = Outcome.FINE
-        self._hook_is_broken = False
+        self.broken: str | None = None
         self._owes_waybill = False
         self.pending: dict[int, Pending] = {}
 
@@ -54,21 +55,38 @@ class Flight:
         if is_carrier and self._exchange.carries_waybill:
             self._write_waybill(report)
         if bucket.slots or self._exchange.carries_waybill:
-            self._hook_is_broken = True  # unless it returns
-            self.pending[number] = self._exchange.launch(bucket, number, is_last=is_carrier)
-            self._hook_is_broken = False
+            try:
+                self.pending[number] = self._exchange.launch(bucket, number, is_last=is_carrier)
+            except BaseException as error:
+                self._break_off(f"bucket {number}", f"{error!r} in the hook for bucket {number}")
+                raise
+
+    def shadow(self) -> None:
+        """Say in the waybill that this rank has nothing left to contribute."""
+        self._outcome = Outcome.EXHAUSTED
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another bucket may leave now."""
+        return not self._exchange.serial or all(pending.done() for pending in self.pending.values())
+
+    def make_room(self) -> None:
+        """Wait until another bucket may leave."""
+        if not self.has_room:
+            number, pending = next(reversed(self.pending.items()))
+            with (
+                self._naming(self._fleet.buckets[number], number) as unusual,
+                _leaving_errors_to_the_landing(),
+            ):
+                pending.wait(unusual)
 
     def launch_nothing(self, outcome: Outcome) -> None:
-        """Send zeros for every bucket that has not left, with word of why.
-
-        Collectives of a hook that raises cannot be matched: then the other ranks wait for their timeout.
-        """
-        if self._hook_is_broken:
-            return
+        """Send zeros for every bucket that has not left, with word of why."""
         self._outcome = outcome
         for number, bucket in enumerate(self._fleet.buckets):
             if number not in self.pending:
                 bucket.zero()
+                self.make_room()
                 self.launch(number)
         self._owes_waybill = not self._exchange.carries_waybill
 
@@ -100,6 +118,8 @@ class Flight:
 
     def settle(self) -> None:
         """Wait for what is left of a step that was lost: its storage is needed again."""
+        if self.broken is not None:
+            self._refuse_to_go_on()
         for number, pending in self.pending.items():
             # A hook's mistake was told when it was made.
             with (
@@ -110,8 +130,7 @@ class Flight:
             self._exchange_waybill(Report)
 
     def _write_waybill(self, report: Callable[[], Report]) -> None:
-        fine = self._outcome is Outcome.FINE
-        written = report() if fine else Report(outcome=self._outcome)
+        written = report() if self._outcome is Outcome.FINE else Report(outcome=self._outcome)
         self._fleet.waybill.write(self._fleet.tail, self._group.rank, written)
 
     def _exchange_waybill(self, report: Callable[[], Report]) -> None:
@@ -128,8 +147,46 @@ class Flight:
     def _naming(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
         """Say which reduction failed, and who is missing."""
         try:
-            yield partial(self._group.roll_call.post, self._step, number)
+            yield partial(self._look_around, number)
         except StepError:
             raise
         except RuntimeError as error:
             raise StalledError(verdict.stalled(bucket, number, self._step, self._group, error)) from error
+
+    def _look_around(self, number: int) -> None:
+        """A wait takes long: say so, and see whether another rank has left."""
+        roll_call = self._group.roll_call
+        roll_call.post(self._step, number)
+        for rank in roll_call.broken(self._step):
+            reason = f"rank {rank} raised {roll_call.why(self._step, rank)} of step {self._step}"
+            self._break_off(f"waiting for bucket {number}", reason)
+            raise PeerError(
+                f"{reason}; the step is lost on every rank, and its gradients are dropped "
+                f"(here: rank {self._group.rank}, waiting for bucket {number})"
+            )
+
+    def _break_off(self, where: str, reason: str) -> None:
+        self.broken = reason
+        roll_call = self._group.roll_call
+        roll_call.tell_why(self._step, reason)
+        roll_call.break_off(self._step, where)
+
+    def _refuse_to_go_on(self) -> None:
+        """Raise unless every rank broke off at the same place, so that nobody waits for anyone."""
+        places = self._group.roll_call.all_broken(self._step)
+        if len(places) < self._group.size or len({*places.values()}) > 1:
+            raise StepError(
+                f"the ranks' collectives no longer match: {self.broken}, and only the hook knows what it "
+                "would have sent. Make a new process group, and give it to the hook and to "
+                f"_update_process_group (step: {self._step}, rank: {self._group.rank})"
+            )
+
+
+@contextlib.contextmanager
+def _leaving_errors_to_the_landing() -> Iterator[None]:
+    try:
+        yield
+    except StepError:
+        raise
+    except Exception:  # noqa: S110  # a hook's future raises it again when it is landed
+        pass

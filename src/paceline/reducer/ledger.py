@@ -110,13 +110,16 @@ class Schedule:
         self._early = 0 if hold else buckets - 1
         self._next = 0
 
-    def release(self, bucket: int) -> Sequence[int]:
-        """Note that the bucket is full; returns those that may leave now."""
+    def release(self, bucket: int) -> None:
+        """Note that the bucket is full."""
         self._full[bucket] = True
-        first = self._next
-        while self._next < self._early and self._full[self._next]:
-            self._next += 1
-        return range(first, self._next)
+
+    def pop(self) -> int | None:
+        """The bucket that is to leave next, if it may leave now."""
+        if self._next == self._early or not self._full[self._next]:
+            return None
+        self._next += 1
+        return self._next - 1
 
     def rest(self) -> Sequence[int]:
         """Every bucket that has not left yet, the carrier last."""

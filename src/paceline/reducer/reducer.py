@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.buckets.plan import BucketCaps, Slot, make_plan
+from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
 from paceline.errors import OptionError, StepError, WeightsError
 from paceline.hooks.exchange import Average, Bucket, Exchange
+from paceline.hooks.in_backward import InBackward
 from paceline.module_state.buffers import ModuleBuffers
+from paceline.module_state.precision import Precision
 from paceline.reducer import verdict
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
@@ -34,6 +36,7 @@ from paceline.reducer.flight import Flight
 from paceline.reducer.lane import lane_of
 from paceline.reducer.ledger import Ledger, Schedule
 from paceline.reducer.planner import Planner
+from paceline.reducer.settlement import Settlement
 from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
 from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
@@ -41,7 +44,6 @@ from paceline.reducer.weights import Weights
 
 # So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
 _BATCH = 64
-_UNCAPPED = BucketCaps((2**63,))
 
 
 class Phase(enum.Enum):
@@ -63,9 +65,12 @@ class Reducer:
         buffers: the module's buffers; each step tells the ranks whether anyone's have changed.
         as_views: whether gradients are views of the buckets' storage.
         strict: raises where torch's reducer raises.
+        precision: what lowers the parameters for forward and backward, if anything does.
 
     Attributes:
         syncs: whether a backward is to be synced.
+        ranks: among how many ranks the next step's sum is shared out.
+        in_backward: optimizers that step as soon as gradients are averaged.
         expected: whether a forward was called since the last backward of the lane.
         lane: the reducers of the group, which take turns.
         step: how many steps there were.
@@ -85,6 +90,7 @@ class Reducer:
         *,
         as_views: bool,
         strict: Strict | None,
+        precision: Precision | None = None,
     ) -> None:
         self.slots = slots
         self.parameters = parameters
@@ -92,6 +98,9 @@ class Reducer:
         self.planner = planner
         self.exchange: Exchange = Average(group)
         self.strict = strict
+        self.precision = precision
+        self.in_backward = InBackward(parameters)
+        self.ranks = group.size
         self.syncs = True
         self.step = 0
         self.summary: Summary | None = None
@@ -160,8 +169,9 @@ class Reducer:
             if self._phase is not Phase.SYNCING:
                 self._start_step()
             try:
-                self.group.roll_call.tell_why(self.step, reason)
-                self._flight.launch_nothing(outcome)
+                if self._flight.broken is None:
+                    self.group.roll_call.tell_why(self.step, reason)
+                    self._flight.launch_nothing(outcome)
             finally:
                 self.drop()
 
@@ -182,9 +192,12 @@ class Reducer:
 
     def move_to(self, group: Group) -> None:
         """Go on with another group, as if training began anew."""
+        if self._given_up is not None and self._given_up.broken is not None:
+            self._given_up = None  # nothing of it will ever come
         self._settle_given_up()
         self.lane.leave(self)
         self.group = group
+        self.ranks = group.size
         self.lane = lane_of(group.name)
         self.lane.join(self)
         self.step = 0
@@ -197,6 +210,21 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             raise StepError(f"step {self.step} has not been finished (rank: {self.group.rank})")
 
+    def shadow(self) -> None:
+        """Take part in a step of the other ranks with nothing; gradients stay as they are."""
+        with self._lock:
+            kept = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._accumulated = bytearray(len(self.slots))
+            self._start_step()
+            for bucket in self.fleet.buckets:
+                bucket.zero()  # in new storage: what is kept may be views of the old
+            self._flight.shadow()
+            self.finish()
+            for parameter, grad in zip(self.parameters, kept, strict=True):
+                parameter.grad = grad
+
     @property
     def launched(self) -> int:
         """How many buckets left in the last step."""
@@ -207,6 +235,10 @@ class Reducer:
         assert self.summary is not None
         used = [self.summary.used[slot] for slot in self.trainable_at_wrap]
         return torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
+
+    def _run_allreduce_hook(self, bucket: Any) -> "torch.futures.Future[Any]":
+        """A future of the sum of a hook's bucket; torch's name for it, which its own hooks call."""
+        return self.group.all_reduce_future(bucket.buffer())
 
     def _ddp_graph_static(self) -> bool:
         """Whether every step used the same parameters; torch's name for it."""
@@ -251,8 +283,14 @@ class Reducer:
             if prompt[slot]:
                 self._take(slot)
             if full is not None:
-                for number in self._schedule.release(full):
-                    self._launch(number)
+                self._schedule.release(full)
+                self._send_off()
+        if self.exchange.serial:
+            self._send_off()
+
+    def _send_off(self) -> None:
+        while self._flight.has_room and (number := self._schedule.pop()) is not None:
+            self._launch(number)
 
     def _start_step(self) -> None:
         self._phase = Phase.IDLE
@@ -309,7 +347,7 @@ class Reducer:
 
     @property
     def _factor(self) -> float:
-        return 1.0 if self._weighed else self.exchange.factor
+        return 1.0 if self._weighed else self.exchange.factor(self.ranks)
 
     def _report(self) -> Report:
         for slot in self._outside:
@@ -370,44 +408,38 @@ class Reducer:
         self.times.backward_ended()
         for number in self._schedule.rest():
             if not self._skips(number):
+                self._flight.make_room()
                 self._launch(number)
         again = {number: self._second(number) for number in self.ledger.late}
-        mistake = self._flight.land_all(hand_out=not self._weighed)
+        late = self._weighed or self.precision is not None
+        mistake = self._flight.land_all(hand_out=not late)
         summary = self._flight.read_waybill(self._report)
         if mistake is not None:
             raise mistake
         verdict.check(summary, self.step, self.group)
-        self._settle(summary)
-        self._reduce_again(summary, again)
+        settlement = Settlement(self.fleet, self._flight, summary, gain=self.exchange.gain)
+        with contextlib.nullcontext() if self.precision is None else self.precision.returning():
+            settlement.hand_out(late=late)
+            self._reduce_again(summary, settlement, again)
         if self._weighed:
             self._weights.sync()
         self._learn(summary)
+        self.in_backward.step()
 
     def _skips(self, number: int) -> bool:
         members = self.fleet.plan.buckets[number]
         may_skip = self.strict is not None and self.strict.skips_unused and number != self.fleet.plan.carrier
         return may_skip and not any(self._used[slot] for slot in members)
 
-    def _settle(self, summary: Summary) -> None:
-        """Hand out what had to wait for the waybill."""
-        for bucket in self.fleet.buckets:
-            if self._weighed:
-                bucket.scale(self._divide(summary))
-                bucket.hand_out()
-            bucket.settle(summary.used)
-
-    def _divide(self, summary: Summary) -> float:
-        total = sum(weight or 0.0 for weight in summary.weights)
-        return self.exchange.gain / total if total else 0.0
-
-    def _reduce_again(self, summary: Summary, again: dict[int, Bucket]) -> None:
+    def _reduce_again(self, summary: Summary, settlement: Settlement, again: dict[int, Bucket]) -> None:
         """Reduce what came too late for its bucket, and what no bucket had a place for."""
         for number in summary.late:
-            more = again.get(number) or self._second(number, empty=True)
-            self._average(more, number, summary)
-            self.fleet.buckets[number].add(more)  # type: ignore[arg-type]  # of the same kind
+            settlement.add(number, again.get(number) or self._second(number, empty=True))
         if summary.thawed:
-            self._thaw(summary)
+            thawed = [slot for slot in self._outside if summary.used[slot]]
+            # They were blended when they were reported.
+            settlement.thaw(thawed, self._factor, self._used, as_views=self._as_views)
+            self.planner.thaw(thawed)
 
     def _second(self, number: int, *, empty: bool = False) -> Bucket:
         bucket = self.fleet.bucket(self.fleet.plan.buckets[number], as_views=True)
@@ -417,22 +449,6 @@ class Reducer:
             self._fill(bucket, bytearray(len(self.slots)))
         return bucket
 
-    def _thaw(self, summary: Summary) -> None:
-        thawed = [slot for slot in self._outside if summary.used[slot]]
-        for members in make_plan(self.slots, thawed, _UNCAPPED).buckets:
-            if members:
-                bucket = self.fleet.bucket(members, as_views=self._as_views)
-                bucket.fill(self._factor, self._used, complete=False)  # blended when they were reported
-                self._average(bucket, len(self.fleet.buckets), summary)
-                bucket.hand_out()
-                bucket.settle(summary.used)
-        self.planner.thaw(thawed)
-
-    def _average(self, bucket: Bucket, number: int, summary: Summary) -> None:
-        self._flight.average(bucket, number)
-        if self._weighed:
-            bucket.scale(self._divide(summary))
-
     def _learn(self, summary: Summary) -> None:
         self.ledger.learn()
         self.planner.learn(summary.order)
@@ -441,6 +457,7 @@ class Reducer:
         while self._awaited:
             self._awaited.pop().wait()
         self._accumulated = bytearray(len(self.slots))
+        self.ranks = self.group.size
         self.step += 1
 
     def drop(self) -> None:
@@ -453,14 +470,17 @@ class Reducer:
             self.parameters[slot].grad = None
         self._accumulated = bytearray(len(self.slots))
         self._weights.reset()
+        if self.precision is not None:
+            self.precision.restore()
+        self.ranks = self.group.size
         self.expected = False
         self.step += 1
         self._rest()
 
     def _settle_given_up(self) -> None:
-        given_up, self._given_up = self._given_up, None
-        if given_up is not None:
-            given_up.settle()
+        if self._given_up is not None:
+            self._given_up.settle()
+            self._given_up = None
 
     def _refuse_mixed_weights(self) -> None:
         if self._weights.carries and not self._weighed:
@@ -498,6 +518,7 @@ class Reducer:
             waybill,
             waybill_rides=self.exchange.carries_waybill,
             as_views=self._as_views,
+            dtype=None if self.precision is None else self.precision.reduce_dtype,
         )
         learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
         self.ledger.expect_as(learned)

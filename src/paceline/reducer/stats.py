@@ -27,6 +27,7 @@ class Stats:
         self._samples = 0
         self._sums = dict.fromkeys(_AVERAGED, 0)
         self.sampled: dict[str, Any] = {}
+        self.joins_uneven_inputs = False
 
     def begin_forward(self) -> None:
         """A synced forward begins: what is known now is of the iteration before."""

@@ -17,8 +17,12 @@ def check(summary: Summary, step: int, group: Group) -> None:
             f"rank {rank} raised {reason} in {where} of step {step}; the step is lost on every rank, and its "
             f"gradients are dropped (here: rank {group.rank})"
         )
-    without = [rank for rank, weight in enumerate(summary.weights) if weight is None]
-    if 0 < len(without) < len(summary.weights):
+    without = [
+        rank
+        for rank, weight in enumerate(summary.weights)
+        if weight is None and rank not in summary.exhausted
+    ]
+    if without and summary.total_weight is not None:
         raise WeightsError(
             f"step {step} was weighed on some ranks only, and its gradients are dropped "
             f"(ranks without a weight: {without})"

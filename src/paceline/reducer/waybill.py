@@ -24,6 +24,10 @@ class Outcome(IntEnum):
     FINE = 0
     RAISED_IN_FORWARD = 1
     RAISED_IN_BACKWARD = 2
+    EXHAUSTED = 3
+
+
+_RAISED = (Outcome.RAISED_IN_FORWARD, Outcome.RAISED_IN_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Summary:
         thawed: whether some rank has a gradient outside the plan.
         buffers_changed: whether some rank's module buffers changed.
         raised: ranks whose step was lost, and where.
+        exhausted: ranks that had no inputs left, and took part with nothing.
         weights: each rank's weight; None for a rank that gave none.
         order: rank 0's order of arrival; empty unless the plan is being learned.
     """
@@ -68,8 +73,15 @@ class Summary:
     thawed: bool = False
     buffers_changed: bool = False
     raised: dict[int, Outcome] = field(default_factory=dict)
+    exhausted: list[int] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+
+    @property
+    def total_weight(self) -> float | None:
+        """What all contributions count together; None for the plain mean."""
+        given = [weight for weight in self.weights if weight is not None]
+        return sum(given) if given else None
 
 
 class Waybill:
@@ -114,14 +126,14 @@ class Waybill:
         few = sums[self._slots : self._order]
         flags = self._flags - self._slots
         status = few[flags + 2 : flags + 2 + self._world]
+        outcomes = {rank: Outcome(entry & ~_WEIGHED) for rank, entry in enumerate(status) if entry}
         return Summary(
             used=sums[: self._slots],
             late=[bucket for bucket in range(self._buckets) if few[bucket]],
             thawed=few[flags] > 0,
             buffers_changed=few[flags + 1] > 0,
-            raised={
-                rank: Outcome(entry & ~_WEIGHED) for rank, entry in enumerate(status) if entry & ~_WEIGHED
-            },
+            raised={rank: outcome for rank, outcome in outcomes.items() if outcome in _RAISED},
+            exhausted=[rank for rank, outcome in outcomes.items() if outcome is Outcome.EXHAUSTED],
             weights=self._read_weights(status, few[self._weights - self._slots :]),
             order=self._read_order(sums[self._order :]),
         )

@@ -1,0 +1,1 @@
+"""Uneven inputs: a rank that has none left shadows the others' collectives."""
