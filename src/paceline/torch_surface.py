@@ -196,6 +196,9 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     ) -> None:
         broadcast_in_place(self._group, tensors, source=authoritative_rank, bytes_at_once=buffer_size)
 
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Taken for torch's sake: which rows were touched travels with them."""
+
     def _remove_autograd_hooks(self) -> None:
         self.reducer.detach()
 
@@ -317,9 +320,11 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         return self.process_group
 
 
-def _unsupported(name: str) -> Callable[..., Any]:
+def _elsewhere(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(f"{name} is not supported yet")
+        raise UnsupportedError(
+            f"{name} is an inner step of torch's wrapper; docs/mapping.md says where paceline does its job"
+        )
 
     return refuse
 
@@ -328,10 +333,10 @@ def _unsupported(name: str) -> Callable[..., Any]:
 for _name in (
     *("_find_common_rank", "_sync_module_buffers"),
     *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
-    *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce", "_set_sparse_metadata"),
+    *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"),
     *("_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
     *("_module_wait_for_copy_hook", "_register_accum_grad_hook", "_fire_reducer_autograd_hook"),
     *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
     *("_ddp_init_helper", "_assign_modules_buffers", "_passing_sync_batchnorm_handle"),
 ):
-    setattr(TorchSurface, _name, _unsupported(_name))
+    setattr(TorchSurface, _name, _elsewhere(_name))
