@@ -34,6 +34,7 @@ from paceline.reducer.stats import Stats
 from paceline.reducer.strict import Strict
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
+from paceline.tensors.dtensor import local_parameter
 from paceline.torch_surface import TorchSurface
 
 M = TypeVar("M", bound=nn.Module)
@@ -133,6 +134,7 @@ class DistributedDataParallel(TorchSurface):
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and does nothing", FutureWarning, stacklevel=2)
         self._group = Group(self.process_group)
+        state.refuse_shards(self._slots, self._group)
         self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:
             self._start_equal(buffers=init_buffers)
@@ -400,7 +402,7 @@ class DistributedDataParallel(TorchSurface):
         )
         self.reducer = Reducer(
             slots,
-            parameters,
+            [local_parameter(each) for each in parameters],
             self._group,
             planner,
             self._buffers_in_module,

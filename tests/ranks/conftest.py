@@ -74,3 +74,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """The same, of two ranks and of three."""
     with RankPool(request.param, timeout=20.0) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Four ranks for one file: data parallelism by tensor parallelism."""
+    with RankPool(4, timeout=30.0) as pool:
+        yield pool

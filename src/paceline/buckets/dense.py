@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.buckets.plan import Slot
+from paceline.tensors.dtensor import Trained
 
 # Elements from which a gradient is large; 128 KiB of float32.
 PROMPT_NUMEL = 32768
@@ -36,7 +36,7 @@ class DenseBucket:
     def __init__(
         self,
         slots: Sequence[Slot],
-        parameters: Sequence[Parameter],
+        parameters: Sequence[Trained],
         *,
         device: torch.device,
         tail: int = 0,
@@ -269,7 +269,7 @@ class DenseBucket:
         offset = run = 0
         for slot, parameter in zip(self.slots, self.parameters, strict=True):
             # The parameter's own strides if they cover memory without gaps, else contiguous ones.
-            strides = torch.empty_like(parameter, device="meta").stride()
+            strides = torch.empty_like(parameter.detach(), device="meta").stride()
             views[slot.index] = self._typed.as_strided(parameter.shape, strides, offset)
             if slot.numel >= PROMPT_NUMEL:
                 self._end_run(run, offset)

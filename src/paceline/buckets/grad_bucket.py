@@ -5,6 +5,7 @@ from torch.nn import Parameter
 
 from paceline.buckets.dense import DenseBucket
 from paceline.buckets.sparse import SparseBucket
+from paceline.tensors.dtensor import whole_parameter
 
 
 class GradBucket:
@@ -38,7 +39,7 @@ class GradBucket:
 
     def parameters(self) -> list[Parameter]:
         """The parameters, in the order of the gradients."""
-        return [*self._bucket.parameters]
+        return [whole_parameter(each) for each in self._bucket.parameters]
 
     def is_last(self) -> bool:
         """Whether no bucket of this step comes after it."""

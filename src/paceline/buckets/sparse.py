@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.buckets.plan import Slot
+from paceline.tensors.dtensor import Trained
 
 
 class SparseBucket:
@@ -18,7 +18,7 @@ class SparseBucket:
         dtype: in which data type the gradient travels; the parameter's own if None.
     """
 
-    def __init__(self, slot: Slot, parameter: Parameter, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, slot: Slot, parameter: Trained, dtype: torch.dtype | None = None) -> None:
         self.slots = (slot,)
         self.parameters = (parameter,)
         self._dtype = dtype

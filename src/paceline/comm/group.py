@@ -48,6 +48,11 @@ class Group:
         device = torch.device(self.process_group._device_types[0])
         return self.process_group._get_backend(device).options
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """The members' ranks in the default group."""
+        return distributed.get_process_group_ranks(self.process_group)
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
         return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.tensors.dtensor import local_of
 
 
 def broadcast_state(
@@ -22,7 +23,5 @@ def broadcast_state(
 
 
 def _state(module: nn.Module, ignored: Collection[str], *, buffers: bool) -> list[Tensor]:
-    tensors = [parameter.detach() for name, parameter in module.named_parameters() if name not in ignored]
-    if buffers:
-        tensors += [buffer.detach() for name, buffer in module.named_buffers() if name not in ignored]
-    return tensors
+    named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return [local_of(tensor).detach() for name, tensor in named if name not in ignored]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.tensors.dtensor import local_of
 
 # So many steps without a change on any rank, and buffers count as constant.
 _STEADY_STEPS = 3
@@ -125,15 +126,17 @@ class _Place:
         self._name = name
 
     def remember(self) -> None:
-        self._values = self.buffer.detach().clone()
+        self._values = local_of(self.buffer).detach().clone()
 
     def changed(self) -> bool:
-        return self._owner.get(self._name) is not self.buffer or not torch.equal(self.buffer, self._values)
+        replaced = self._owner.get(self._name) is not self.buffer
+        return replaced or not torch.equal(local_of(self.buffer), self._values)
 
 
 def broadcast_in_place(group: Group, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
     """Write to tensors that autograd may hold for a backward to come, and have it take them as unchanged."""
+    local = [local_of(tensor) for tensor in tensors]
     # torch 2.13; it is what torch's own wrapper uses.
-    unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+    unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(local))  # type: ignore[attr-defined]
     with torch.no_grad(), unchanged:
-        group.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
+        group.broadcast(local, source=source, bytes_at_once=bytes_at_once)

@@ -7,7 +7,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from paceline.buckets.plan import Slot
-from paceline.errors import OptionError
+from paceline.comm.group import Group
+from paceline.errors import OptionError, WrapError
+from paceline.tensors.dtensor import describe_parts, local_of, ranks_with_other_parts
 
 
 class Slots(NamedTuple):
@@ -48,11 +50,12 @@ def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str
     for name, parameter in module.named_parameters():
         if name in ignored or not (parameter.is_floating_point() or parameter.is_complex()):
             continue
+        numel = local_of(parameter).numel()
         slot = Slot(
             index=len(found.slots),
             name=name,
-            numel=parameter.numel(),
-            nbytes=parameter.numel() * parameter.element_size(),
+            numel=numel,
+            nbytes=numel * parameter.element_size(),
             kind=f"{parameter.dtype} {parameter.device}",
             sparse=id(parameter) in sparse,
             delayed=name in delayed and id(parameter) not in sparse,
@@ -70,9 +73,26 @@ def describe(found: Slots) -> list[tuple[str, str]]:
     return [(slot.name, _view(slot, parameter)) for slot, parameter in pairs]
 
 
+def refuse_shards(found: Slots, group: Group) -> None:
+    """Raise if ranks that are to average hold different parts of a DTensor parameter."""
+    for slot, parameter in zip(found.slots, found.parameters, strict=True):
+        others = ranks_with_other_parts(parameter)
+        if others and len(shared := others.intersection(group.global_ranks)) > 1:
+            parts = describe_parts(parameter)
+            raise WrapError(
+                "ranks that average must hold the same part of each parameter; pass the group, or the "
+                f"dimension of the mesh, that is for data (parameter: {slot.name!r}{parts}, "
+                f"ranks with other parts of it: {sorted(shared)})"
+            )
+
+
 def _view(slot: Slot, parameter: Parameter) -> str:
     trained = "frozen" if not parameter.requires_grad else "sparse" if slot.sparse else "trained"
-    return f"shape {list(parameter.shape)}, stride {list(parameter.stride())}, {parameter.dtype}, {trained}"
+    local = local_of(parameter)
+    return (
+        f"shape {list(local.shape)}, stride {list(local.stride())}, {parameter.dtype}, {trained}"
+        f"{describe_parts(parameter)}"
+    )
 
 
 def _sparse(module: nn.Module) -> Iterator[int]:

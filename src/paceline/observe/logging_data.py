@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from paceline.hooks.comm_hook import CommHook
 from paceline.reducer.reducer import Reducer
+from paceline.tensors.dtensor import local_of
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
@@ -33,7 +34,7 @@ _TYPES = {
 def construction_data(module: nn.Module, reducer: Reducer, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """What is known as soon as the module is wrapped."""
     group = reducer.group
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [local_of(parameter) for parameter in parameters if parameter.requires_grad]
     data: dict[str, Any] = {
         "world_size": group.size,
         "rank": group.rank,

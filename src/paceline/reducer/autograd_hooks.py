@@ -18,6 +18,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from paceline.tensors.dtensor import Trained
+
 
 class Arrivals:
     """Notes each gradient that was added to a parameter's ``.grad``, and has someone look at the notes.
@@ -34,24 +36,24 @@ class Arrivals:
     """
 
     def __init__(self, look: Callable[[], None], every: int) -> None:
-        self.noted: list[Tensor] = []
+        self.noted: list[Trained] = []
         self._hooks: dict[int, _Hook] = {}
         self._hooks_a_parameter: list[dict[int, object]] = []
         noted, append = self.noted, self.noted.append
 
-        def note(parameter: Tensor) -> None:
+        def note(parameter: Trained) -> None:
             append(parameter)
             count = len(noted)
             if count == 1 or not count % every:
                 look()
 
-        def note_eagerly(parameter: Tensor) -> None:
+        def note_eagerly(parameter: Trained) -> None:
             append(parameter)
             look()
 
         self._note, self._note_eagerly = note, note_eagerly
 
-    def watch(self, parameters: Mapping[int, Tensor], *, eager: Container[int]) -> None:
+    def watch(self, parameters: Mapping[int, Trained], *, eager: Container[int]) -> None:
         """Note the gradients of these slots' parameters from now on."""
         for slot, parameter in parameters.items():
             note = self._note_eagerly if slot in eager else self._note
@@ -87,7 +89,7 @@ class Arrivals:
 
 
 class _Hook:
-    def __init__(self, parameter: Tensor, note: Callable[[Tensor], None]) -> None:
+    def __init__(self, parameter: Trained, note: Callable[[Trained], None]) -> None:
         self.parameter = parameter
         self.note = note
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)

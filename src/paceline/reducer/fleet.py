@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.buckets.dense import PROMPT_NUMEL, DenseBucket
 from paceline.buckets.plan import Plan, Slot
 from paceline.buckets.sparse import SparseBucket
 from paceline.hooks.exchange import Bucket
 from paceline.reducer.waybill import Waybill
+from paceline.tensors.dtensor import Trained
 
 
 class Fleet:
@@ -35,7 +35,7 @@ class Fleet:
         self,
         plan: Plan,
         slots: Sequence[Slot],
-        parameters: Sequence[Parameter],
+        parameters: Sequence[Trained],
         waybill: Waybill,
         *,
         waybill_rides: bool,

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
@@ -41,6 +40,7 @@ from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
 from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
 from paceline.reducer.weights import Weights
+from paceline.tensors.dtensor import LocalParameter, Trained
 
 # So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
 _BATCH = 64
@@ -83,7 +83,7 @@ class Reducer:
     def __init__(
         self,
         slots: Sequence[Slot],
-        parameters: Sequence[Parameter],
+        parameters: Sequence[Trained],
         group: Group,
         planner: Planner,
         buffers: ModuleBuffers,
@@ -114,6 +114,7 @@ class Reducer:
         self._used = bytearray(len(slots))
         self._given_up: Flight | None = None
         self._weights = Weights(parameters)
+        self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
         weakref.finalize(self, self._arrivals.remove)
@@ -142,6 +143,8 @@ class Reducer:
             if self.fleet.plan is not self.planner.plan:
                 self._lay_out()
             self._watch()
+            for part in self._local_parts:
+                part.keep_hooks()
             if current_backward() == -1:
                 self._arrivals.stay_last()
             self._patient = self._arrivals.are_not_last()

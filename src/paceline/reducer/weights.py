@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.errors import OptionError
+from paceline.tensors.dtensor import Trained, grad_version
 
 
 class Weights:
@@ -28,7 +28,7 @@ class Weights:
         now: the weight that holds; None outside ``weigh``.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Trained]) -> None:
         self._parameters = parameters
         self.now: float | None = None
         self.reset()
@@ -37,7 +37,7 @@ class Weights:
         """Nothing is carried from earlier passes."""
         self._carried: float | None = None
         self._ran = self._synced = False
-        self._left: list[tuple[Parameter, Tensor, int]] = []
+        self._left: list[tuple[Trained, Tensor, int]] = []
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
         self._older: list[Tensor | None] = [None] * len(self._parameters)
 
@@ -70,7 +70,10 @@ class Weights:
         """Whether the sums of earlier passes are gone: set to None, or filled with zeros."""
         return bool(self._left) and all(
             parameter.grad is None
-            or ((parameter.grad is not left or left._version != version) and not parameter.grad.any())
+            or (
+                (parameter.grad is not left or grad_version(parameter) != version)
+                and not parameter.grad.any()
+            )
             for parameter, left, version in self._left
         )
 
@@ -106,7 +109,7 @@ class Weights:
             self._carried = self.total
             # To tell later whether the user has cleared them.
             self._left = [
-                (parameter, parameter.grad, parameter.grad._version)
+                (parameter, parameter.grad, grad_version(parameter))
                 for parameter in self._parameters
                 if parameter.grad is not None
             ]
