@@ -64,7 +64,8 @@ class DistributedDataParallel(TorchSurface):
         delay_all_reduce_named_params: names and parameters whose gradients are reduced last, all together.
         param_to_hook_all_reduce: the parameter whose gradient they wait for.
         mixed_precision: a ``paceline.MixedPrecision``, or a policy of torch's.
-        device_mesh: a mesh of one dimension in the place of ``process_group``.
+        device_mesh: a mesh of one dimension in the place of ``process_group``; where parameters
+            are DTensors, the one over which they are equal.
         skip_all_reduce_unused_params: taken for torch's sake.
         bucket_cap_mb_list: MiB of each bucket in turn.
         batched_grad_copy: taken for torch's sake; small gradients are always copied together.

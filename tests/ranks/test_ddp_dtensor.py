@@ -70,7 +70,7 @@ SMALL = {"bucket_cap_mb": 0.0001}
     [({}, "SGD"), ({}, "Adam"), (VIEWS, "Adam"), (SMALL, "SGD")],
     ids=["default-SGD", "default-Adam", "views-Adam", "small-SGD"],
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mixed", "uneven", "words"])
 def test_gradients_are_those_of_the_whole_batch(
     name: str, options: dict[str, Any], optimizer: str, four: RankPool
 ) -> None:
@@ -164,15 +164,36 @@ def test_weights_count(four: RankPool) -> None:
 def differentiates_again(_: int) -> list[bool]:
     """A gradient that is part of a graph: nobody writes the average into it."""
     ours = parallel("mixed")
-    ddp = wrap(ours)
     weight = ours.inner[0].up.weight
     kept: list[torch.Tensor] = []
-    weight.register_hook(lambda grad: kept.append(grad) or kept.append(full(grad).clone()))
+    weight.register_post_accumulate_grad_hook(lambda each: kept.extend((each.grad, full(each.grad).clone())))
+    ddp = wrap(ours)
     loss(ddp, data_rank(), 0).backward(create_graph=True)
-    changed = not torch.equal(full(weight.grad), kept[1])
-    return [torch.equal(full(kept[0]), kept[1]), changed, same_on_data_ranks([weight.grad])]
+    grad, before = kept
+    changed = not torch.equal(full(weight.grad), before)
+    return [grad.requires_grad, torch.equal(full(grad), before), changed, same_on_data_ranks([weight.grad])]
 
 
 def test_gradients_of_a_graph_are_left_alone(four: RankPool) -> None:
     for right in four.run(differentiates_again):
         assert all(right), right
+
+
+def other_plans(_: int) -> list[Any]:
+    """Shards of other sizes, so other plans, on tensor-parallel peers: they must talk in one order yet."""
+    ours, oracle = parallel("norms"), MODELS["norms"][0]()
+    ddp = wrap(ours, bucket_cap_mb=140 / 2**20)
+    right: list[Any] = []
+    for step in range(4):
+        ddp.zero_grad()
+        loss(ddp, data_rank(), step).backward()
+        right.append(close(full_grads(ours), whole_batch(oracle, (step,))))
+    return [*right, ddp.reducer.fleet.plan.buckets]
+
+
+def test_peers_with_other_plans_talk_in_one_order(four: RankPool) -> None:
+    plans = []
+    for *right, plan in four.run(other_plans):
+        assert all(right), right
+        plans.append(plan)
+    assert plans[0] == plans[2] != plans[1] == plans[3]

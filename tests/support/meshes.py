@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -16,6 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 WIDTH = 4
 WORDS = 6
+# Large enough for its gradient to be copied at once.
+WIDE = 32768
 # Kept, because every mesh opens process groups.
 _meshes: list[DeviceMesh] = []
 
@@ -82,6 +85,30 @@ class Words(nn.Module):
         return self.inner(self.norm(self.embed(x.abs().mul(3).long().clamp(max=WORDS - 1)).tanh()))
 
 
+class Norms(nn.Module):
+    """Two norms that get partial sums, one of them large, and a layer of uneven shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.LayerNorm(WIDE)
+        self.narrow = nn.LayerNorm(WIDTH)
+        self.uneven = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(x.repeat(1, 1, WIDE // WIDTH)).unflatten(-1, (-1, WIDTH))
+        return self.uneven(self.narrow(x + wide.square().mean(dim=-2)))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Norms().double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 _PAIR = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 
@@ -103,10 +130,22 @@ def _words() -> dict[str, Any]:
     }
 
 
+def _norms() -> dict[str, Any]:
+    return {
+        "inner": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+        "inner.wide": SequenceParallel(use_local_output=True),
+        "inner.narrow": SequenceParallel(use_local_output=True),
+        "inner.uneven": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     "mixed": (Mixed, _mixed),
     "uneven": (Uneven, _uneven),
     "words": (Words, _words),
+    "norms": (Outer, _norms),
 }
 
 
