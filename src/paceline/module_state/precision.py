@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import OptionError
 from paceline.tensors import tree
+from paceline.tensors.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Precision:
             for name, parameter in module.named_parameters()
             if name not in ignored and parameter.is_floating_point()
         ]
+        if any(map(is_dtensor, self._parameters)):
+            raise OptionError(
+                "mixed precision is for parameters that a rank holds as a whole, not for DTensors"
+            )
         self._is_low = False
         self._cast_buffers(module, ignored)
         self._note_full()

@@ -40,7 +40,7 @@ from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
 from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
 from paceline.reducer.weights import Weights
-from paceline.tensors.dtensor import LocalParameter, Trained
+from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
 # So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
 _BATCH = 64
@@ -99,7 +99,7 @@ class Reducer:
         self.exchange: Exchange = Average(group)
         self.strict = strict
         self.precision = precision
-        self.in_backward = InBackward(parameters)
+        self.in_backward = InBackward([whole_parameter(each) for each in parameters])
         self.ranks = group.size
         self.syncs = True
         self.step = 0
