@@ -259,8 +259,8 @@ class DenseBucket:
         self._cut()
         return flat
 
-    def _travels_as(self, like: Tensor) -> torch.dtype:
-        return like.dtype if self._dtype is None or like.is_complex() else self._dtype
+    def _travels_as(self, like: Tensor | Trained) -> torch.dtype:
+        return like.dtype if self._dtype is None or like.dtype.is_complex else self._dtype
 
     def _cut(self) -> None:
         """Cut the storage into views, in the order of the slots, and into runs of small neighbours."""
