@@ -1,5 +1,6 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
+from paceline import hooks
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
@@ -57,6 +58,7 @@ __all__ = [
     "WrapError",
     "data_parallel",
     "gather",
+    "hooks",
     "parallel_apply",
     "replicate",
     "scatter",

@@ -19,6 +19,8 @@ from paceline.comm.verify import check_same
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.comm_hook import CommHook, check_hook
 from paceline.hooks.exchange import LowPrecisionAverage
+from paceline.hooks.hook import Hook
+from paceline.hooks.rounds import Rounds, rounds_of
 from paceline.join.attendance import attend
 from paceline.join.shadow import Shadow
 from paceline.module_state import parameters as state
@@ -288,13 +290,19 @@ class DistributedDataParallel(TorchSurface):
         self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer."""
+        """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer.
+
+        Or by one of ``paceline.hooks``, with None for the state.
+        """
         with self._noting_errors():
+            if isinstance(hook, Hook):
+                self._use(rounds_of(self._group, state, hook))
+                return
             check_hook(hook)
             self._use(CommHook(self._group, state, hook))
 
-    def _use(self, hook: CommHook) -> None:
-        if isinstance(self.reducer.exchange, CommHook):
+    def _use(self, hook: CommHook | Rounds) -> None:
+        if isinstance(self.reducer.exchange, CommHook | Rounds):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )

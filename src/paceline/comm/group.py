@@ -64,6 +64,16 @@ class Group:
         ).get_future()
         return future
 
+    def all_gather(self, row: Tensor) -> Pending:
+        """Begin to fetch every rank's row, a tensor of one row, in the order of the ranks."""
+        rows = row.new_empty((self.size, *row.shape[1:]))
+        return WorkPending(self.process_group._allgather_base(rows, row.contiguous()), rows)
+
+    def all_to_all(self, rows: Tensor) -> Pending:
+        """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
+        received = torch.empty_like(rows)
+        return WorkPending(self.process_group.alltoall_base(received, rows.contiguous(), [], []), received)
+
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""
         if tensors:

@@ -28,14 +28,14 @@ class Pending(Protocol):
 
 
 class WorkPending:
-    """A collective of torch's, in place on a tensor."""
+    """A collective of torch's that fills a tensor."""
 
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self._work = work
         self._tensor = tensor
 
-    def wait(self, unusual: Callable[[], None]) -> None:
-        """Wait until the tensor holds the result."""
+    def wait(self, unusual: Callable[[], None]) -> Tensor:
+        """Wait until the tensor holds the result; returns it."""
         # On an accelerator wait() only orders streams; it takes no time that could be unusual.
         patience = _UNUSUAL
         while self._tensor.device.type == "cpu" and not self._work.is_completed():
@@ -46,6 +46,7 @@ class WorkPending:
                     unusual()
             patience = _AGAIN
         self._work.wait()
+        return self._tensor
 
     def done(self) -> bool:
         """Whether the tensor holds the result."""

@@ -1,11 +1,12 @@
 """A user's communication hook in the place of the plain average."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group, is_grad_bucket_type
@@ -59,6 +60,12 @@ class CommHook:
         hook = self._hook if self._remake is None else self._remake(group)
         return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
 
+    def begin(self, weight: float | None) -> None:
+        """Nothing: the hook is called for each bucket alone."""
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """Nothing, as well."""
+
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""
         future = self._hook(self._state, GradBucket(bucket, number, is_last=is_last))
@@ -74,23 +81,25 @@ class CommHook:
         result: Any = pending.wait(unusual)
         if isinstance(result, list | tuple) and len(result) == 1:
             (result,) = result
-        self._check(result, bucket, number)
+        check_result(result, bucket, number, self.name)
         bucket.receive(result)
 
-    def _check(self, result: Any, bucket: Bucket, number: int) -> None:
-        want = bucket.gradients
-        if not isinstance(result, Tensor):
-            given = type(result).__name__
-        elif result.shape != want.shape and result.numel() != want.numel():
-            given = f"{result.numel()} elements"
-        elif result.dtype != want.dtype:
-            given = str(result.dtype)
-        else:
-            return
-        raise HookError(
-            f"a hook must return a tensor like the bucket's buffer (hook: {self.name}, bucket: {number}, "
-            f"wanted: {want.numel()} elements of {want.dtype}, got: {given})"
-        )
+
+def check_result(result: Any, bucket: Bucket, number: int, name: object) -> None:
+    """Refuse what cannot be a bucket's reduced gradients."""
+    want = bucket.gradients
+    if not isinstance(result, Tensor):
+        given = type(result).__name__
+    elif result.shape != want.shape and result.numel() != want.numel():
+        given = f"{result.numel()} elements"
+    elif result.dtype != want.dtype:
+        given = str(result.dtype)
+    else:
+        return
+    raise HookError(
+        f"a hook must return a tensor like the bucket's buffer (hook: {name}, bucket: {number}, "
+        f"wanted: {want.numel()} elements of {want.dtype}, got: {given})"
+    )
 
 
 def check_hook(hook: Any) -> None:

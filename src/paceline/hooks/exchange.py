@@ -1,6 +1,9 @@
 """From a full bucket to its average: what every way of doing it has in common, and the plain one."""
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch.nn import Parameter
 
 from paceline.buckets.dense import DenseBucket
 from paceline.buckets.sparse import SparseBucket
@@ -28,6 +31,12 @@ class Exchange(Protocol):
 
     def on(self, group: Group) -> "Exchange":
         """The same among other ranks."""
+
+    def begin(self, weight: float | None) -> None:
+        """A step begins; ``weight`` is what this rank's gradients are multiplied by, if it is to count."""
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Begin to reduce a full bucket."""
@@ -97,6 +106,12 @@ class Average:
     def on(self, group: Group) -> "Average":
         """The same among other ranks."""
         return Average(group)
+
+    def begin(self, weight: float | None) -> None:
+        """Nothing: steps are alike."""
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """Nothing, as well."""
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:  # noqa: ARG002  # all are alike
         """Begin to add up."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.hooks.comm_hook import CommHook
+from paceline.hooks.rounds import Rounds
 from paceline.reducer.reducer import Reducer
 from paceline.tensors.dtensor import local_of
 
@@ -51,6 +52,6 @@ def construction_data(module: nn.Module, reducer: Reducer, parameters: Sequence[
     if group.backend == "gloo":
         data |= {key: os.environ.get(name, "N/A") for key, name in _GLOO_ENVIRONMENT.items()}
         data["gloo_num_threads"] = group.gloo_threads
-    if isinstance(reducer.exchange, CommHook):
+    if isinstance(reducer.exchange, CommHook | Rounds):
         data["comm_hook"] = reducer.exchange.name
     return data

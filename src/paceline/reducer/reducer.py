@@ -300,6 +300,7 @@ class Reducer:
         self.prepare()
         self._phase = Phase.SYNCING
         self._flight = self._new_flight()
+        self.exchange.begin(self._weights.total)
         hold = not self.planner.learned or self._patient or self.lane.is_shared(self)
         self._schedule = Schedule(len(self.fleet.buckets), hold=hold)
         for bucket in self.fleet.buckets:
@@ -453,6 +454,7 @@ class Reducer:
         return bucket
 
     def _learn(self, summary: Summary) -> None:
+        self.exchange.finish(self.parameters, summary.used)
         self.ledger.learn()
         self.planner.learn(summary.order)
         self.summary = summary

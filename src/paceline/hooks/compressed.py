@@ -1,0 +1,184 @@
+"""Averages of compressed gradients, with error feedback or without.
+
+Messages that are not sums of numbers cannot be added up on their way. Either every rank gets every message,
+or rank s gets part s of each, averages those, and sends the average to all, compressed again. The first way
+sends W-1 messages, the second 2 (W-1)/W: the same for two ranks, where the first has one round less, and one
+rounding less. Every rank reads the same bytes, its own included, and adds in the order of the ranks: so the
+result is the same to the bit.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from paceline.buckets.grad_bucket import GradBucket
+from paceline.comm.group import Group
+from paceline.comm.pending import Pending
+from paceline.errors import HookTypeError
+from paceline.hooks.average import as_real, averaged, work_type
+from paceline.hooks.compressors import Cast, Compressor, Integers, TopK
+from paceline.hooks.hook import Hook, Reduction
+from paceline.hooks.memory import Memory
+
+# As a reduction; returns the average, and what this rank did not get across if that is of interest.
+Averaging: TypeAlias = Generator[Pending, Tensor, tuple[Tensor, Tensor | None]]
+
+
+class Compressed(Hook):
+    """Sends gradients in a compressor's form. Sparse gradients are averaged as they are.
+
+    Args:
+        compressor: the form.
+        memory: remembers what the form loses; None to lose it.
+    """
+
+    def __init__(self, compressor: Compressor, memory: Memory | None = None) -> None:
+        self.compressor = compressor
+        self._memory = memory
+
+    @property
+    def name(self) -> str:
+        """The compressor's name."""
+        return self.compressor.name
+
+    def begin(self, weight: float | None) -> None:
+        """A step begins."""
+        if self._memory is not None:
+            self._memory.begin(weight)
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """A step has ended well."""
+        if self._memory is not None:
+            self._memory.finish(parameters, used)
+
+    def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
+        """Send messages in the place of gradients."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse or not buffer.numel():
+            return (yield from averaged(buffer, group))
+        values = as_real(buffer).to(work_type(buffer))
+        width = 2 if buffer.is_complex() else 1
+        parameters = bucket.parameters()
+        sizes = [width * parameter.numel() for parameter in parameters]
+        if self._memory is not None:
+            self._memory.add_to(values.split(sizes), parameters)
+        shared = group.size > 2 and self.compressor.keeps_places
+        mean, lost = yield from (self._by_parts if shared else self._whole)(values, group)
+        if self._memory is not None and lost is not None:
+            self._memory.note(lost.split(sizes), parameters)
+        as_real(buffer).copy_(mean)
+        return buffer
+
+    def _whole(self, values: Tensor, group: Group) -> Averaging:
+        """Every rank gets every message."""
+        message = self.compressor.encode(values.unsqueeze(0))
+        lost = self._lost(values.unsqueeze(0), message)
+        messages = yield group.all_gather(message)
+        return self._mean(messages, values.numel(), values.dtype), None if lost is None else lost[0]
+
+    def _by_parts(self, values: Tensor, group: Group) -> Averaging:
+        """Rank s averages part s."""
+        numel, dtype = values.numel(), values.dtype
+        part = -(-numel // group.size)
+        parts = functional.pad(values, (0, part * group.size - numel)).view(group.size, part)
+        messages = self.compressor.encode(parts)
+        lost = self._lost(parts, messages)
+        received = yield group.all_to_all(messages)
+        mean = self._mean(received, part, dtype)
+        reply = self.compressor.encode(mean.unsqueeze(0))
+        if lost is not None:
+            # The second loss is known to this rank alone, which is one of many the next time.
+            lost[group.rank].add_(mean - self._decode(reply, part, dtype)[0], alpha=group.size)
+            lost = lost.view(-1)[:numel]
+        replies = yield group.all_gather(reply)
+        return self._decode(replies, part, dtype).reshape(-1)[:numel], lost
+
+    def _lost(self, rows: Tensor, messages: Tensor) -> Tensor | None:
+        if self._memory is None:
+            return None
+        return rows - self._decode(messages, rows.shape[1], rows.dtype)
+
+    def _mean(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        first, *others = messages.split(1)
+        total = self._decode(first, numel, dtype)[0].clone()
+        for message in others:
+            total.add_(self._decode(message, numel, dtype)[0])
+        return total.div_(len(messages))
+
+    def _decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.compressor.decode(messages, numel, dtype)
+
+
+def fp16() -> Hook:
+    """Sends float16.
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``4 n (W-1)/W``. Error of each
+    element of the average: two roundings to nearest, of at most 2^-11 of the value (2^-25 where that is below
+    2^-14); unbiased but for the rounding. A gradient beyond 65504 becomes infinite, on every rank.
+    """
+    return Compressed(Cast(torch.float16))
+
+
+def bf16() -> Hook:
+    """Sends bfloat16.
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``4 n (W-1)/W``. Error of each
+    element of the average: two roundings to nearest, of at most 2^-8 of the value. The range is float32's.
+    """
+    return Compressed(Cast(torch.bfloat16))
+
+
+def int8() -> Hook:
+    """Sends 8-bit integers with a scale for every 256 values, with error feedback.
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``2 n (W-1)/W``, and 1.6% for
+    the scales. Error of one step, at W of 2: at most 1/254 of the largest value (of gradient and what is
+    remembered) in the same 256 on any rank, and twice that at larger W; deterministic, so biased within a
+    step. It is made up for in later steps, so the mean over many steps is exact. A value that is not finite
+    makes its 256 neighbours NaN on every rank.
+    """
+    return Compressed(Integers(8), Memory())
+
+
+def int4() -> Hook:
+    """Sends 4-bit integers, two a byte, with a scale for every 256 values, with error feedback.
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``n (W-1)/W``, and 3.1% for
+    the scales. Error: as ``int8``, with 1/14 in the place of 1/254.
+    """
+    return Compressed(Integers(4), Memory())
+
+
+def top_k(fraction: float = 0.01) -> Hook:
+    """Sends the largest values of each bucket and their places, with error feedback.
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``8 fraction n (W-1)`` (12 for
+    float64), so it pays up to a W of about ``1/fraction``. Error of one step: everything but the largest
+    values, so the average is biased towards zero; what is left out is added to the next gradients, and the
+    mean over many steps is exact. A value that is not finite makes its whole bucket NaN on every rank.
+
+    Args:
+        fraction: which part of a bucket's values is sent.
+    """
+    return Compressed(TopK(fraction), Memory())
+
+
+def with_error_feedback(compressor: Compressor | Hook) -> Hook:
+    """Sends a compressor's form of gradients, and adds what that loses to the next gradients.
+
+    Works over ``fp16()``, ``bf16()``, or a compressor of one's own. Bytes are the compressor's. A step has
+    the compressor's error; the mean over many steps is exact, to the precision of float32 (or float64).
+    What is remembered takes as much memory as the gradients, more while a step lasts, and is not saved with
+    the model.
+    """
+    if isinstance(compressor, Compressed):
+        compressor = compressor.compressor
+    if isinstance(compressor, Hook) or not isinstance(compressor, Compressor):
+        raise HookTypeError(
+            "error feedback goes with a compressor, which can encode and decode "
+            f"(compressor: {type(compressor).__name__})"
+        )
+    return Compressed(compressor, Memory())

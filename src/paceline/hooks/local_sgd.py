@@ -1,0 +1,117 @@
+"""Post-local SGD: after a while ranks step by themselves, and average their parameters now and then."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.buckets.grad_bucket import GradBucket
+from paceline.comm.group import Group
+from paceline.errors import HookError, OptionError
+from paceline.hooks.average import as_real, averaged
+from paceline.hooks.hook import Hook, Reduction
+
+
+def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -> "PostLocalSGD":
+    """Averages gradients for ``start_step`` steps, then parameters every ``period`` steps.
+
+        hook = paceline.hooks.post_local_sgd(start_step=100, period=8)
+        ddp.register_comm_hook(None, hook)
+        for batch in batches:
+            ...
+            optimizer.step()
+            hook.average_parameters(ddp.parameters())
+        hook.average_now(ddp.parameters())
+
+    Bytes a rank sends each step for a parameter of n elements at world size W: those of ``average`` up to
+    ``start_step``; from then on a ``period``-th of them (and those of ``average`` within ``process_group``).
+    Error: the gradients are those of the rank (or of its part of the ranks), unbiased where ranks see samples
+    of the same data, but taken at parameters that drift apart for up to ``period`` steps. The optimizer's
+    state is not averaged. Under ``weigh`` a rank's gradients count by its share of the weights, so that the
+    average of the parameters moves as all samples say.
+
+    Args:
+        start_step: how many steps average gradients.
+        period: how many steps there are from one average of the parameters to the next.
+        process_group: with which ranks to average gradients after that, such as those of the same host; None
+            for none.
+    """
+    return PostLocalSGD(start_step, period, process_group)
+
+
+class PostLocalSGD(Hook):
+    """See ``post_local_sgd``."""
+
+    def __init__(self, start_step: int, period: int, process_group: Any) -> None:
+        if start_step < 0 or period < 1:
+            raise OptionError(
+                "a step is not negative and a period is positive "
+                f"(start_step: {start_step}, period: {period})"
+            )
+        self._near = None if process_group is None else Group(process_group)
+        self._group: Group | None = None
+        self._start_step = start_step
+        self._period = period
+        self._step = 0
+        self._alone = 0  # steps since the parameters were the same on all ranks
+
+    def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
+        """Average with all ranks, with some, or with none."""
+        self._group = group
+        if self._step < self._start_step:
+            return (yield from averaged(bucket.buffer(), group))
+        if self._alone >= self._period:
+            raise HookError(
+                "parameters were not averaged: call average_parameters after each step of the optimizer "
+                f"(steps: {self._alone}, period: {self._period})"
+            )
+        if self._near is None or self._near.size == 1:
+            return bucket.buffer()
+        return (yield from averaged(bucket.buffer(), self._near))
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: ARG002
+        """A step has ended well."""
+        if self._step >= self._start_step and self._group is not None:
+            self._alone += 1
+        self._step += 1
+
+    def average_parameters(self, parameters: Iterable[Tensor]) -> bool:
+        """Average parameters over all ranks if it is time to; returns whether it was.
+
+        To be called after each step of the optimizer, on every rank.
+        """
+        if self._alone < self._period:
+            return False
+        self.average_now(parameters)
+        return True
+
+    @torch.no_grad()
+    def average_now(self, parameters: Iterable[Tensor]) -> None:
+        """Average parameters over all ranks, as at the end of training."""
+        if self._group is None:  # no step was taken among several ranks
+            return
+        kinds = groupby(sorted(parameters, key=_kind), key=_kind)
+        for tensors in [[*members] for _, members in kinds]:
+            self._average(tensors, self._group)
+        self._alone = 0
+
+    def _average(self, tensors: Sequence[Tensor], group: Group) -> None:
+        flat = torch.cat([as_real(tensor.detach()).reshape(-1) for tensor in tensors])
+        if not flat.numel():
+            return
+        group.all_reduce(flat.div_(group.size)).wait(_no_matter)
+        into = [as_real(tensor.detach()) for tensor in tensors]
+        parts = flat.split([tensor.numel() for tensor in into])
+        for tensor, part in zip(into, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"
+
+
+def _no_matter() -> None:
+    """A wait outside a step, however long, is on nobody's roll."""
