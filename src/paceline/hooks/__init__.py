@@ -9,12 +9,13 @@ from paceline.hooks.average import average
 from paceline.hooks.compressed import bf16, fp16, int4, int8, top_k, with_error_feedback
 from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
-from paceline.hooks.local_sgd import post_local_sgd
+from paceline.hooks.local_sgd import PostLocalSGD, post_local_sgd
 from paceline.hooks.power_sgd import power_sgd
 
 __all__ = [
     "Compressor",
     "Hook",
+    "PostLocalSGD",
     "average",
     "bf16",
     "fp16",

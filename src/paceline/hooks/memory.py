@@ -1,4 +1,4 @@
-"""What compression has lost of each parameter's gradient, to be added to the next one.
+"""What hooks remember of each parameter from step to step, above all what compression has lost.
 
 Note [Error feedback]. What a rank sends is its gradient plus what is remembered, and what does not fit into
 the message is remembered instead. Summed over steps, nothing is lost but what is remembered at the end. That
@@ -6,7 +6,6 @@ holds only if a rank forgets what it remembered when the message has really been
 lost, or a parameter that no rank used and whose average is thrown away, leaves the memory as it was.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,33 +14,66 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Memory:
-    """Losses by parameter, so that they outlive plan and group; a parameter that is gone is forgotten.
-
-    Losses are those of the gradient itself: under a weight they are multiplied by it like the gradient.
-    """
+class Notes:
+    """A tensor for each parameter, to outlive plan and group; parameters that are gone are forgotten."""
 
     def __init__(self) -> None:
         self._kept = WeakTensorKeyDictionary()
         self._new = WeakTensorKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def begin(self) -> None:
+        """A step begins: what was put in a step that did not end well is void."""
+        self._new = WeakTensorKeyDictionary()
+
+    def put(self, parameter: Parameter, note: Tensor) -> None:
+        """Take down something that counts once the step has ended well."""
+        self._new[parameter] = note
+
+    def get(self, parameter: Parameter) -> Tensor | None:
+        """What was put last: in this step, in which a bucket may be reduced twice, or in earlier ones."""
+        note: Tensor | None = self._new.get(parameter)
+        return self._kept.get(parameter) if note is None else note
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """The step has ended well, for the parameters that some rank used."""
+        if not len(self._new):
+            return
+        for parameter, count in zip(parameters, used, strict=True):
+            if count and (note := self._new.get(parameter)) is not None:
+                self._kept[parameter] = note
+        self._new = WeakTensorKeyDictionary()
+
+
+class Memory:
+    """Losses, as parts of the gradient itself: under a weight they are multiplied by it like the gradient."""
+
+    def __init__(self) -> None:
+        self.losses = Notes()
         self._weight = 1.0
 
     def begin(self, weight: float | None) -> None:
-        """A step begins: what was noted in a step that did not end well is void."""
-        self._new = WeakTensorKeyDictionary()
+        """A step begins."""
+        self.losses.begin()
         self._weight = 1.0 if weight is None else weight
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+        """A step has ended well."""
+        self.losses.finish(parameters, used)
 
     def add_to(self, values: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
         """Add what is remembered to gradients, each flat and in the type that is calculated in."""
-        into: list[Tensor] = []
-        lost: list[Tensor] = []
-        for value, parameter in zip(values, parameters, strict=True):
-            loss = self._recall(parameter, value)
-            if loss is not None:
-                into.append(value)
-                lost.append(loss)
-        if into and self._weight:
-            torch._foreach_add_(into, lost, alpha=self._weight)
+        found = [
+            (value, self._recall(parameter, value))
+            for value, parameter in zip(values, parameters, strict=True)
+        ]
+        pairs = [(value, loss) for value, loss in found if loss is not None]
+        if pairs and self._weight:
+            torch._foreach_add_(
+                [value for value, _ in pairs], [loss for _, loss in pairs], alpha=self._weight
+            )
 
     def note(self, losses: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
         """Take down what was not sent this time."""
@@ -49,31 +81,16 @@ class Memory:
             return
         if self._weight != 1:
             torch._foreach_div_([*losses], self._weight)
-        if not torch.stack(torch._foreach_norm([*losses], math.inf)).isfinite().all():
+        if not torch.stack(torch._foreach_norm([*losses], 1)).isfinite().all():
             losses = [*map(self._sound, losses, parameters)]
         for loss, parameter in zip(losses, parameters, strict=True):
-            self._new[parameter] = loss
-
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
-        """The step has ended well."""
-        if not len(self._new):
-            return
-        for parameter, count in zip(parameters, used, strict=True):
-            if count and parameter in self._new:
-                self._kept[parameter] = self._new[parameter]
-        self._new = WeakTensorKeyDictionary()
+            self.losses.put(parameter, loss)
 
     def _recall(self, parameter: Parameter, like: Tensor) -> Tensor | None:
-        # What is new first: a bucket may be reduced twice in a step.
-        loss: Tensor | None = self._new.get(parameter)
-        if loss is None:
-            loss = self._kept.get(parameter)
-        fits = loss is not None and (loss.shape, loss.dtype, loss.device) == (
-            like.shape,
-            like.dtype,
-            like.device,
-        )
-        return loss if fits else None  # the module may have been converted
+        loss = self.losses.get(parameter)
+        if loss is None or (loss.shape, loss.dtype, loss.device) != (like.shape, like.dtype, like.device):
+            return None  # there is none, or the module was converted
+        return loss
 
     def _sound(self, loss: Tensor, parameter: Parameter) -> Tensor:
         """A loss without what is not finite: one bad gradient must not spoil all that come."""

@@ -7,7 +7,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
@@ -15,7 +14,7 @@ from paceline.comm.pending import Pending
 from paceline.errors import OptionError
 from paceline.hooks.average import averaged, work_type
 from paceline.hooks.hook import Hook, Reduction
-from paceline.hooks.memory import Memory
+from paceline.hooks.memory import Memory, Notes
 
 # As a reduction, of several lists of tensors.
 Averages: TypeAlias = Generator[Pending, Tensor, list[list[Tensor]]]
@@ -72,16 +71,18 @@ class PowerSGD(Hook):
         self._start_step = start_step
         self._step = 0
         self._memory = Memory()
-        self._directions = WeakTensorKeyDictionary()
+        self._directions = Notes()
 
     def begin(self, weight: float | None) -> None:
         """A step begins."""
         self._memory.begin(weight)
+        self._directions.begin()
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
         """A step has ended well."""
         self._step += 1
         self._memory.finish(parameters, used)
+        self._directions.finish(parameters, used)
 
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Two rounds: left factors with all that is not compressed, then right factors."""
@@ -137,7 +138,7 @@ class PowerSGD(Hook):
         # All ranks have the same to decide by. Others than finite ones would lead nowhere but to NaN.
         if right.isfinite().all():
             # Of length 1, or products with tiny gradients would vanish.
-            self._directions[parameter] = functional.normalize(right, dim=0)
+            self._directions.put(parameter, functional.normalize(right, dim=0))
 
 
 def _averages(lists: Sequence[Sequence[Tensor]], group: Group) -> Averages:

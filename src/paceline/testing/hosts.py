@@ -1,0 +1,150 @@
+"""Two hosts on one machine: network namespaces with a link between them, whose bytes can be counted.
+
+    with Hosts() as hosts:
+        hosts.limit("100mbit")
+        run_ranks(train, world=2, args=(hosts,), backend=None)
+
+    def train(rank, hosts):
+        with hosts.group(rank, world=2, host=rank):
+            ...
+            print(sent_bytes())
+
+Ranks are the usual ones, which move into their host's namespace before they open a process group. Needs
+root, and the programs ``ip`` and ``tc``.
+"""
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.comm.rendezvous import tcp_store_group
+
+_PREFIX = "paceline"
+_LINK = "wire"  # each namespace has its own names
+_PORT = 29500  # and its own ports
+_NEWNET = 0x40000000  # linux/sched.h: CLONE_NEWNET
+_SECONDS = 10.0
+_numbers = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have hosts; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if missing:
+        return f"these programs are missing: {missing}"
+    trial = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}-trial"
+    try:
+        _run("ip", "netns", "add", trial)
+    except subprocess.CalledProcessError as error:  # a container may lack the right
+        return f"network namespaces cannot be made ({error.stderr.strip()})"
+    finally:
+        _remove(trial)
+    return None
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two namespaces, there from ``with`` to the end of its block.
+
+    Attributes:
+        names: the namespaces' names.
+        addresses: the hosts' addresses.
+    """
+
+    names: Sequence[str] = field(
+        default_factory=lambda: [f"{_PREFIX}-{os.getpid()}-{next(_numbers)}-{host}" for host in "ab"]
+    )
+    addresses: Sequence[str] = ("10.77.0.1", "10.77.0.2")
+
+    def __enter__(self) -> Self:
+        _remove_abandoned()
+        with ExitStack() as on_error:
+            on_error.callback(self._remove)
+            for name in self.names:
+                _run("ip", "netns", "add", name)
+            first, second = self.names
+            _run(
+                "ip",
+                "-n",
+                first,
+                "link",
+                "add",
+                _LINK,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                _LINK,
+                "netns",
+                second,
+            )
+            for name, address in zip(self.names, self.addresses, strict=True):
+                _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", _LINK)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                _run("ip", "-n", name, "link", "set", _LINK, "up")
+            on_error.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def limit(self, rate: str) -> None:
+        """Let the link carry no more than a rate each way, such as ``100mbit``."""
+        for name in self.names:
+            shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+            _run("tc", "-n", name, "qdisc", "replace", "dev", _LINK, "root", *shape)
+
+    @contextmanager
+    def group(self, rank: int, *, world: int, host: int) -> Iterator[None]:
+        """On a rank: move to a host, for the rest of the process's life, and open a gloo group there."""
+        _enter(self.names[host])
+        os.environ["GLOO_SOCKET_IFNAME"] = _LINK
+        with tcp_store_group(self.addresses[0], _PORT, rank=rank, world=world, backend="gloo"):
+            yield
+
+    def _remove(self) -> None:
+        for name in self.names:
+            _remove(name)
+
+
+def sent_bytes() -> int:
+    """On a rank: what its host has sent over the link so far, as the link counts it."""
+    # This thread's: the process as a whole may be elsewhere.
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    [counts] = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{_LINK}:")]
+    return int(counts[8])
+
+
+def _enter(name: str) -> None:
+    with Path("/run/netns", name).open() as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter a network namespace (name: {name})")
+
+
+def _remove_abandoned() -> None:
+    """Remove what processes that were killed have left."""
+    for path in Path("/run/netns").glob(f"{_PREFIX}-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            _remove(path.name)
+
+
+def _remove(name: str) -> None:
+    with suppress(subprocess.CalledProcessError):  # it was never made
+        _run("ip", "netns", "delete", name)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)  # noqa: S603 - ours
