@@ -1,23 +1,22 @@
 """A user's communication hook in the place of the plain average."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group, is_grad_bucket_type
 from paceline.comm.pending import FuturePending, Pending
 from paceline.errors import HookError, HookSignatureError, HookTypeError
-from paceline.hooks.exchange import Bucket, Unusual
+from paceline.hooks.exchange import Bucket, Exchange, Unusual
 
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
 
 
-class CommHook:
+class CommHook(Exchange):
     """Hands each full bucket to a hook, which returns a future of the reduced gradients.
 
     Gradients reach the hook undivided; averaging is the hook's. What the hook does to them is its own affair,
@@ -31,7 +30,6 @@ class CommHook:
         remake: makes the hook for another group, if it knows its own.
     """
 
-    carries_waybill = False
     # Hooks may issue collectives when earlier ones are done. Those of two buckets would then follow each
     # other in another order on each rank.
     serial = True
@@ -45,26 +43,16 @@ class CommHook:
         name: str | None = None,
         remake: Callable[[Group], Hook] | None = None,
     ) -> None:
+        super().__init__(group)
         self._remake = remake
         self._state = state
         self._hook = hook
         self.name = name or getattr(hook, "__qualname__", type(hook).__qualname__)
-        self.gain = float(group.size)
-
-    def factor(self, ranks: int) -> float:  # noqa: ARG002
-        """Divide nothing: that is the hook's."""
-        return 1.0
 
     def on(self, group: Group) -> "CommHook":
         """The same among other ranks."""
         hook = self._hook if self._remake is None else self._remake(group)
         return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
-
-    def begin(self, weight: float | None) -> None:
-        """Nothing: the hook is called for each bucket alone."""
-
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
-        """Nothing, as well."""
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""

@@ -62,7 +62,7 @@ class Compressed(Hook):
         values = as_real(buffer).to(work_type(buffer))
         width = 2 if buffer.is_complex() else 1
         parameters = bucket.parameters()
-        sizes = [width * parameter.numel() for parameter in parameters]
+        sizes = [width * view.numel() for view in bucket.gradients()]
         if self._memory is not None:
             self._memory.add_to(values.split(sizes), parameters)
         shared = group.size > 2 and self.compressor.keeps_places

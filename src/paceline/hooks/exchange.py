@@ -1,5 +1,6 @@
-"""From a full bucket to its average: what every way of doing it has in common, and the plain one."""
+"""From a full bucket to its average: what every way of doing it has in common, and the plain ones."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,8 +14,17 @@ from paceline.comm.pending import Pending
 Bucket = DenseBucket | SparseBucket
 
 
-class Exchange(Protocol):
+class Unusual(Protocol):
+    """Called when a wait takes long."""
+
+    def __call__(self) -> None: ...  # noqa: D102
+
+
+class Exchange(ABC):
     """How buckets are averaged over the ranks.
+
+    Args:
+        group: whom to average with.
 
     Attributes:
         gain: the sum over the ranks, divided by what comes back for it when nothing was multiplied.
@@ -22,52 +32,72 @@ class Exchange(Protocol):
         serial: whether a bucket may leave only when the one before it has come back.
     """
 
-    gain: float
-    carries_waybill: bool
-    serial: bool
-
-    def factor(self, ranks: int) -> float:
-        """What gradients are multiplied by before they leave, when so many ranks count the same."""
-
-    def on(self, group: Group) -> "Exchange":
-        """The same among other ranks."""
-
-    def begin(self, weight: float | None) -> None:
-        """A step begins; ``weight`` is what this rank's gradients are multiplied by, if it is to count."""
-
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
-        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
-
-    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
-        """Begin to reduce a full bucket."""
-
-    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: "Unusual") -> None:
-        """Wait for a launched bucket; afterwards it holds the result."""
-
-
-class Unusual(Protocol):
-    """Called when a wait takes long."""
-
-    def __call__(self) -> None: ...  # noqa: D102
-
-
-class LowPrecisionAverage:
-    """Adds up, and divides what comes back: as torch does for gradients that are sent in low precision.
-
-    Args:
-        group: whom to average with.
-    """
-
-    carries_waybill = True
+    carries_waybill = False
     serial = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.gain = float(group.size)
 
+    @abstractmethod
+    def on(self, group: Group) -> "Exchange":
+        """The same among other ranks."""
+
+    @abstractmethod
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
+        """Begin to reduce a full bucket."""
+
+    @abstractmethod
+    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
+        """Wait for a launched bucket; afterwards it holds the result."""
+
     def factor(self, ranks: int) -> float:  # noqa: ARG002
-        """Divide nothing yet: small gradients would become zeros."""
+        """What gradients are multiplied by before they leave, when so many ranks count the same."""
         return 1.0
+
+    def begin(self, weight: float | None) -> None:  # noqa: B027  # most have nothing to remember
+        """A step begins; ``weight`` is what this rank's gradients are multiplied by, if it is to count."""
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: B027  # as begin
+        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
+
+
+class Average(Exchange):
+    """Adds up with one all-reduce a bucket.
+
+    Gradients are divided before they leave, as torch does, lest low precision overflows.
+    """
+
+    carries_waybill = True
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.gain = 1.0
+
+    def on(self, group: Group) -> "Average":
+        """The same among other ranks."""
+        return Average(group)
+
+    def factor(self, ranks: int) -> float:
+        """Divide by the number of ranks."""
+        return 1 / ranks
+
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:  # noqa: ARG002  # all are alike
+        """Begin to add up."""
+        return self._group.all_reduce(bucket.storage)
+
+    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:  # noqa: ARG002
+        """Wait until the storage holds the sum."""
+        pending.wait(unusual)
+
+
+class LowPrecisionAverage(Exchange):
+    """Adds up, and divides what comes back, as torch does for gradients that are sent in low precision.
+
+    Divided before they leave, the smallest ones would become zeros.
+    """
+
+    carries_waybill = True
 
     def on(self, group: Group) -> "LowPrecisionAverage":
         """The same among other ranks."""
@@ -81,42 +111,3 @@ class LowPrecisionAverage:
         """Wait for the sum, and divide it."""
         pending.wait(unusual)
         bucket.gradients.div_(self._group.size)
-
-
-class Average:
-    """Adds up with one all-reduce a bucket.
-
-    Gradients are divided before they leave, as torch does, lest low precision overflows.
-
-    Args:
-        group: whom to average with.
-    """
-
-    carries_waybill = True
-    serial = False
-    gain = 1.0
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def factor(self, ranks: int) -> float:
-        """Divide by the number of ranks."""
-        return 1 / ranks
-
-    def on(self, group: Group) -> "Average":
-        """The same among other ranks."""
-        return Average(group)
-
-    def begin(self, weight: float | None) -> None:
-        """Nothing: steps are alike."""
-
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
-        """Nothing, as well."""
-
-    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:  # noqa: ARG002  # all are alike
-        """Begin to add up."""
-        return self._group.all_reduce(bucket.storage)
-
-    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:  # noqa: ARG002
-        """Wait until the storage holds the sum."""
-        pending.wait(unusual)

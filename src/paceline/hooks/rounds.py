@@ -11,11 +11,11 @@ from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import HookError, OptionError
 from paceline.hooks.comm_hook import check_result
-from paceline.hooks.exchange import Bucket, Unusual
+from paceline.hooks.exchange import Bucket, Exchange, Unusual
 from paceline.hooks.hook import Hook, Reduction
 
 
-class Rounds:
+class Rounds(Exchange):
     """Averages buckets by a hook that is a generator of collectives.
 
     Gradients reach the hook undivided; averaging is the hook's. The waybill travels beside them.
@@ -25,15 +25,11 @@ class Rounds:
         hook: the hook.
     """
 
-    carries_waybill = False
-    factor = 1.0
-
     def __init__(self, group: Group, hook: Hook) -> None:
+        super().__init__(group)
         hook.claim(self)
-        self._group = group
         self._hook = hook
         self.name = hook.name
-        self.gain = float(group.size)
 
     def on(self, group: Group) -> "Rounds":
         """The same among other ranks; what the hook remembers stays."""
@@ -71,6 +67,10 @@ class Done:
         """The result."""
         return self._result
 
+    def done(self) -> bool:
+        """It always is."""
+        return True
+
 
 class Round:
     """A bucket between two of its hook's collectives.
@@ -94,6 +94,10 @@ class Round:
             except Exception as error:  # its own, not that of a collective
                 raise HookError(f"a hook raised {error!r} (hook: {self._name})") from error
         return self._result
+
+    def done(self) -> bool:
+        """Whether the hook has returned."""
+        return self._in_flight is None
 
     def _resume(self, value: Any) -> None:
         self._in_flight = None

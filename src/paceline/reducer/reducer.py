@@ -97,9 +97,10 @@ class Reducer:
         self.group = group
         self.planner = planner
         self.exchange: Exchange = Average(group)
+        self._whole = [whole_parameter(each) for each in parameters]
         self.strict = strict
         self.precision = precision
-        self.in_backward = InBackward([whole_parameter(each) for each in parameters])
+        self.in_backward = InBackward(self._whole)
         self.ranks = group.size
         self.syncs = True
         self.step = 0
@@ -224,6 +225,7 @@ class Reducer:
             for bucket in self.fleet.buckets:
                 bucket.zero()  # in new storage: what is kept may be views of the old
             self._flight.shadow()
+            self.exchange.begin(0.0)
             self.finish()
             for parameter, grad in zip(self.parameters, kept, strict=True):
                 parameter.grad = grad
@@ -454,7 +456,7 @@ class Reducer:
         return bucket
 
     def _learn(self, summary: Summary) -> None:
-        self.exchange.finish(self.parameters, summary.used)
+        self.exchange.finish(self._whole, summary.used)
         self.ledger.learn()
         self.planner.learn(summary.order)
         self.summary = summary
