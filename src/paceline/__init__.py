@@ -17,6 +17,7 @@ from paceline.errors import (
     PacelineError,
     PeerError,
     ShapeError,
+    ShardError,
     StalledError,
     StepError,
     StrictError,
@@ -26,6 +27,7 @@ from paceline.errors import (
     WrapError,
 )
 from paceline.module_state.precision import MixedPrecision
+from paceline.optim.sharded import ShardedOptimizer
 from paceline.replicas.parallel_apply import parallel_apply
 from paceline.replicas.replicate import replicate
 from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
@@ -49,6 +51,8 @@ __all__ = [
     "PacelineError",
     "PeerError",
     "ShapeError",
+    "ShardError",
+    "ShardedOptimizer",
     "StalledError",
     "StepError",
     "StrictError",

@@ -20,6 +20,7 @@
     │   ├── HookError                        a communication hook's mistake
     │   ├── WeightsError                     contributions weighed on some ranks only
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
+    ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
     └── RemoteError (RuntimeError)           in a RanksError: for what could not be carried over from a rank
@@ -112,6 +113,10 @@ class WeightsError(StepError):
 
 class StrictError(StepError):
     """Strict mode: here torch's wrapper raises."""
+
+
+class ShardError(PacelineError, RuntimeError):
+    """Optimizer state is asked for where it is not."""
 
 
 class RanksError(PacelineError, ExceptionGroup[Exception]):

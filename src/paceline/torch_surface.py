@@ -102,6 +102,11 @@ class TorchSurface(_Torch):  # type: ignore[misc]
                 stacklevel=2,
             )
 
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the plan in force is the one that the first backward taught; torch's ZeRO hooks ask."""
+        return self.reducer.planner.rebuilt and self.reducer.fleet.plan is self.reducer.planner.plan
+
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are marked, never cloned: there is nothing to switch off."""
 

@@ -94,6 +94,12 @@ class Group:
         distributed.all_gather_object(everyone, own, group=self.process_group)
         return everyone
 
+    def gather_objects_to(self, own: object, *, to: int) -> list[Any] | None:
+        """Every rank's object, on one rank of the group; None on the others."""
+        everyone: list[Any] | None = [None] * self.size if self.rank == to else None
+        distributed.gather_object(own, everyone, group=self.process_group, group_dst=to)
+        return everyone
+
 
 def default_process_group() -> Any:
     """The group that init_process_group made; torch's error if there is none."""

@@ -1,4 +1,4 @@
-"""Scripts that a user might write, run as they are and with one import changed: the same parameters, bit for bit.
+"""Scripts of the kind users write, run with one import changed: the same parameters, bit for bit.
 
 Each script in ``scripts`` is a program of its own, started once for each rank in a fresh process, with the
 environment that torchrun would give it. Nothing of it is changed but the line that imports the wrapper.
@@ -6,8 +6,8 @@ environment that torchrun would give it. Nothing of it is changed but the line t
 On machines without an accelerator torch's mixed precision and its optimizers in backward raise, for want of a
 stream. There torch, and torch only, is given streams and events that do nothing.
 
-Averages over two ranks are the same in whatever order they are added up. Over more ranks the bits depend on the
-place of a gradient in its message, which the waybill behind the last bucket moves.
+Averages over two ranks are the same in whatever order they are added up. Over more ranks the bits depend on
+the place of a gradient in its message, which the waybill behind the last bucket moves.
 """
 
 import os
@@ -27,6 +27,9 @@ from paceline.testing import run_ranks
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHS = "from torch.nn.parallel import DistributedDataParallel\n"
 OURS = "from paceline.nn.parallel import DistributedDataParallel\n"
+# What the script has defined, kept until its process ends: torch's wrapper can hang or abort when it is freed
+# after its group was closed.
+NAMES: dict[str, Any] = {}
 
 
 class NullStream:
@@ -61,12 +64,13 @@ def program(rank: int, script: Path, wrapper: str, environ: dict[str, str], dire
     os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv[:] = [str(script), str(directory)]
     sys.path.insert(0, str(script.parent))
+    NAMES.update(__name__="__main__", __file__=str(script))
     text = script.read_text()
     assert text.count(TORCHS) == 1
     if wrapper == "paceline":
         text = text.replace(TORCHS, OURS)
     with null_streams() if wrapper == "torch" else nullcontext():
-        exec(compile(text, script, "exec"), {"__name__": "__main__", "__file__": str(script)})
+        exec(compile(text, script, "exec"), NAMES)
 
 
 def saved(name: str, wrapper: str, world: int, directory: Path) -> list[dict[str, Tensor]]:

@@ -24,4 +24,4 @@ for points, arms in batches(rank):
     optimizer.step()
 
 torch.save(model.module.state_dict(), f"{sys.argv[1]}/{rank}.pt")
-# The group is left open: a callback of the hook may hold it last, and would end it in one of its own threads.
+distributed.destroy_process_group()

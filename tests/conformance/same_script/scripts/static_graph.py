@@ -3,9 +3,8 @@
 import sys
 
 import torch
-from task import Classifier, batches
-from torch import distributed, nn
-from torch import Tensor
+from task import batches
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 

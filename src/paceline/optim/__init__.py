@@ -1,0 +1,1 @@
+"""Optimizers that know that there are other ranks."""
