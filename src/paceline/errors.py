@@ -12,6 +12,7 @@
     ├── OptionError (ValueError)             an argument that is not allowed, or not with the others
     │   └── HookSignatureError               a communication hook whose annotations say something else
     ├── HookTypeError (TypeError)            a communication hook that cannot be called
+    │   └── HookArgumentsError (KeyError)    a communication hook that takes other arguments
     ├── WrapError (RuntimeError)             a module that cannot be wrapped
     │   └── MismatchError                    ranks that wrapped different models
     ├── StepError (RuntimeError)             a step that could not be finished, on this rank
@@ -81,6 +82,13 @@ class HookSignatureError(OptionError):
 
 class HookTypeError(PacelineError, TypeError):
     """A communication hook that cannot be called."""
+
+
+class HookArgumentsError(HookTypeError, KeyError):
+    """A communication hook that cannot be called with a state and a bucket."""
+
+    # KeyError, which torch raises for some of them, would show the message's repr.
+    __str__ = Exception.__str__
 
 
 class WrapError(PacelineError, RuntimeError):

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group, is_grad_bucket_type
 from paceline.comm.pending import FuturePending, Pending
-from paceline.errors import HookError, HookSignatureError, HookTypeError
+from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
 from paceline.hooks.exchange import Bucket, Exchange, Unusual
 
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
@@ -95,6 +95,7 @@ def check_hook(hook: Any) -> None:
     if not callable(hook):
         raise HookTypeError(f"Communication hook must be callable. (hook: {hook!r})")
     signature = inspect.signature(hook)
+    _check_takes_two(signature, hook)
     empty = inspect.Parameter.empty
     bucket = signature.parameters.get("bucket")
     if (
@@ -112,6 +113,16 @@ def check_hook(hook: Any) -> None:
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
             f"(annotated: {returned!r})"
         )
+
+
+def _check_takes_two(signature: inspect.Signature, hook: Any) -> None:
+    try:
+        signature.bind("state", "bucket")
+    except TypeError as error:
+        raise HookArgumentsError(
+            "a communication hook is called with two positional arguments, a state and a bucket "
+            f"(hook: {hook!r}, parameters: {signature}, {error})"
+        ) from None
 
 
 def _names_bucket(annotation: Any) -> bool:

@@ -158,8 +158,12 @@ class Flight:
         roll_call = self._group.roll_call
         roll_call.post(self._step, number)
         for rank in roll_call.broken(self._step):
-            reason = f"rank {rank} raised {roll_call.why(self._step, rank)} of step {self._step}"
-            self._break_off(f"waiting for bucket {number}", reason)
+            why = roll_call.why(self._step, rank)
+            if why is None:  # that rank only heard of another's exception, as this one is about to
+                continue
+            reason = f"rank {rank} raised {why} of step {self._step}"
+            self.broken = reason
+            roll_call.break_off(self._step, f"waiting for bucket {number}")
             raise PeerError(
                 f"{reason}; the step is lost on every rank, and its gradients are dropped "
                 f"(here: rank {self._group.rank}, waiting for bucket {number})"
