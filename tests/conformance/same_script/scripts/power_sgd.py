@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()
-# One bucket: two deadlock over gloo, whose two threads then both wait inside the hook's callbacks.
+# One bucket: with two, torch deadlocks over gloo, whose two threads both wait inside the hook's callbacks.
 model = DistributedDataParallel(Classifier())
 state = PowerSGDState(
     None, matrix_approximation_rank=2, start_powerSGD_iter=4, min_compression_rate=1, warm_start=True
