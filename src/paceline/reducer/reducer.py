@@ -1,10 +1,7 @@
 """Averages gradients over the ranks while backward still runs.
 
-Note [One step]. Every synced backward issues the same collectives on every rank: one a bucket of the plan,
-in plan order, the last with the waybill. What a rank does not have counts as zeros, so no rank needs to
-know beforehand what another uses. What arrives after its bucket has left is told in the waybill, and those
-buckets are reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros
-with word of it, so the others raise too, and the next step finds all ranks at the same place.
+What lives as long as the wrapper does: which plan is in force, what parameters have accumulated, and which
+backward is running. Each synced backward is a step of its own, see Note [One step].
 
 Note [Linearity]. What is averaged is ``.grad`` as it stands: the average of what is equal on all ranks is
 itself, so a second backward, or one that follows accumulation, gives the sum of the averages.
@@ -15,7 +12,6 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,26 +20,22 @@ from torch import Tensor
 from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
 from paceline.errors import OptionError, StepError, WeightsError
-from paceline.hooks.exchange import Average, Bucket, Exchange
+from paceline.hooks.exchange import Average, Exchange
 from paceline.hooks.in_backward import InBackward
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
-from paceline.reducer import verdict
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
 from paceline.reducer.lane import lane_of
-from paceline.reducer.ledger import Ledger, Schedule
+from paceline.reducer.ledger import Ledger
 from paceline.reducer.planner import Planner
-from paceline.reducer.settlement import Settlement
+from paceline.reducer.step import BATCH, Means, Step
 from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
-from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
+from paceline.reducer.waybill import Outcome, Summary, Waybill
 from paceline.reducer.weights import Weights
 from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
-
-# So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
-_BATCH = 64
 
 
 class Phase(enum.Enum):
@@ -112,15 +104,14 @@ class Reducer:
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._accumulated = bytearray(len(slots))
-        self._used = bytearray(len(slots))
+        self._step: Step | None = None
         self._given_up: Flight | None = None
         self._weights = Weights(parameters)
         self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
-        self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else _BATCH)
+        self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else BATCH)
         weakref.finalize(self, self._arrivals.remove)
         self._looked_at = 0
-        self._untaken: list[int] = []
         self._backward = -1
         self._detached = False
         self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
@@ -131,7 +122,6 @@ class Reducer:
         self.trainable_at_wrap = sorted(planner.order)
         self.ledger = Ledger(planner.plan, len(slots))
         self._lay_out()
-        self._flight = self._new_flight()
 
     def prepare(self) -> None:
         """Get ready for a forward: settle a step that was given up, adopt a new plan."""
@@ -173,9 +163,10 @@ class Reducer:
             if self._phase is not Phase.SYNCING:
                 self._start_step()
             try:
-                if self._flight.broken is None:
+                flight = self._current.flight
+                if flight.broken is None:
                     self.group.roll_call.tell_why(self.step, reason)
-                    self._flight.launch_nothing(outcome)
+                    flight.launch_nothing(outcome)
             finally:
                 self.drop()
 
@@ -222,10 +213,7 @@ class Reducer:
                 parameter.grad = None
             self._accumulated = bytearray(len(self.slots))
             self._start_step()
-            for bucket in self.fleet.buckets:
-                bucket.zero()  # in new storage: what is kept may be views of the old
-            self._flight.shadow()
-            self.exchange.begin(0.0)
+            self._current.shadow()
             self.finish()
             for parameter, grad in zip(self.parameters, kept, strict=True):
                 parameter.grad = grad
@@ -233,7 +221,7 @@ class Reducer:
     @property
     def launched(self) -> int:
         """How many buckets left in the last step."""
-        return len(self._flight.pending)
+        return 0 if self._step is None else len(self._step.flight.pending)
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each trainable parameter in the last step; torch's name for it."""
@@ -258,8 +246,6 @@ class Reducer:
         """Have futures waited for at the end of the next step."""
         self._awaited.extend(futures)
 
-    # Note [One step], from the first gradient to the last bucket's launch.
-
     def _look(self) -> None:
         """Take in the gradients that have arrived since the last look."""
         with self._lock:
@@ -275,102 +261,29 @@ class Reducer:
             if self.strict is not None:
                 for slot in arrived:
                     self.strict.mark(slot)
-            self._mark(arrived)
-            self._untaken += arrived
-            if len(self._untaken) >= _BATCH:
-                self._take_small(self._untaken)
-                self._untaken = []
-
-    def _mark(self, arrived: Sequence[int]) -> None:
-        mark, prompt = self.ledger.mark, self.fleet.prompt
-        for slot in arrived:
-            full = mark(slot)
-            if prompt[slot]:
-                self._take(slot)
-            if full is not None:
-                self._schedule.release(full)
-                self._send_off()
-        if self.exchange.serial:
-            self._send_off()
-
-    def _send_off(self) -> None:
-        while self._flight.has_room and (number := self._schedule.pop()) is not None:
-            self._launch(number)
+            self._current.take_in(arrived)
 
     def _start_step(self) -> None:
         self._phase = Phase.IDLE
         self.prepare()
         self._phase = Phase.SYNCING
-        self._flight = self._new_flight()
-        self.exchange.begin(self._weights.total)
-        hold = not self.planner.learned or self._patient or self.lane.is_shared(self)
-        self._schedule = Schedule(len(self.fleet.buckets), hold=hold)
-        for bucket in self.fleet.buckets:
-            bucket.begin()
-        self._untaken = []
-        self.ledger.begin(self._accumulated)
-        self._used = self.ledger.used
-        self.times.backward_began()
+        self._step = Step(
+            self._means,
+            number=self.step,
+            ranks=self.ranks,
+            accumulated=self._accumulated,
+            hold=not self.planner.learned or self._patient or self.lane.is_shared(self),
+            patient=self._patient,
+        )
 
-    def _new_flight(self) -> Flight:
-        return Flight(self.fleet, self.exchange, self.group, self.step, self.times)
-
-    def _take(self, slot: int) -> None:
-        if self._patient or not self.ledger.is_ready(slot):
-            return
-        if self._weighed:
-            self._weights.blend(slot)
-        if self.parameters[slot].grad is not None:
-            with torch.no_grad():
-                self.fleet.bucket_of[slot].take(slot, self._factor)
-
-    def _take_small(self, slots: Sequence[int]) -> None:
-        if self._weighed or self._patient:  # each has to be blended, or its own hooks to run: at the end
-            return
-        # A slot that was thawed in another group may be watched and not planned.
-        ready = [slot for slot in slots if self.ledger.is_ready(slot) and slot in self.fleet.bucket_of]
-        with torch.no_grad():
-            for bucket, members in groupby(ready, key=self.fleet.bucket_of.__getitem__):
-                bucket.take_small(members)
-
-    def _launch(self, number: int) -> None:
-        self.ledger.mark_left(number)
-        with torch.no_grad():
-            self._fill(self.fleet.buckets[number], self._used, complete=self.ledger.is_as_expected(number))
-            self._flight.launch(number, self._report)
-
-    def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
-        if self._weighed:
-            for slot in bucket.slots:
-                self._weights.blend(slot.index)
-                if not self._weights.now:  # counts nothing
-                    used[slot.index] = self._accumulated[slot.index]
-        bucket.fill(self._factor, used, complete=complete and not self._weighed)
+    @property
+    def _current(self) -> Step:
+        assert self._step is not None
+        return self._step
 
     @property
     def _weighed(self) -> bool:
         return self._weights.now is not None
-
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self._weighed else self.exchange.factor(self.ranks)
-
-    def _report(self) -> Report:
-        for slot in self._outside:
-            parameter = self.parameters[slot]
-            if self._weighed:
-                self._weights.blend(slot)
-            self._used[slot] = parameter.requires_grad and parameter.grad is not None
-        return Report(
-            used=self._used,
-            late=self.ledger.late,
-            thawed=any(self._used[slot] for slot in self._outside),
-            buffers_changed=self._buffers.changed(),
-            weight=self._weights.total,
-            order=self.ledger.order,
-        )
-
-    # Note [One step], from the end of backward to the averaged gradients.
 
     def _end(self) -> None:
         with self._lock:
@@ -398,7 +311,8 @@ class Reducer:
         with self._lock, torch.no_grad():
             try:
                 self._look()
-                self._finalise()
+                self._learn(self._current.finalise())
+                self.in_backward.step()
             except BaseException:
                 self.drop()
                 raise
@@ -410,52 +324,9 @@ class Reducer:
         self._arrivals.clear()
         self._looked_at = 0
 
-    def _finalise(self) -> None:
-        self.times.backward_ended()
-        for number in self._schedule.rest():
-            if not self._skips(number):
-                self._flight.make_room()
-                self._launch(number)
-        again = {number: self._second(number) for number in self.ledger.late}
-        late = self._weighed or self.precision is not None
-        mistake = self._flight.land_all(hand_out=not late)
-        summary = self._flight.read_waybill(self._report)
-        if mistake is not None:
-            raise mistake
-        verdict.check(summary, self.step, self.group)
-        settlement = Settlement(self.fleet, self._flight, summary, gain=self.exchange.gain)
-        with contextlib.nullcontext() if self.precision is None else self.precision.returning():
-            settlement.hand_out(late=late)
-            self._reduce_again(summary, settlement, again)
-        if self._weighed:
-            self._weights.sync()
-        self._learn(summary)
-        self.in_backward.step()
-
-    def _skips(self, number: int) -> bool:
-        members = self.fleet.plan.buckets[number]
-        may_skip = self.strict is not None and self.strict.skips_unused and number != self.fleet.plan.carrier
-        return may_skip and not any(self._used[slot] for slot in members)
-
-    def _reduce_again(self, summary: Summary, settlement: Settlement, again: dict[int, Bucket]) -> None:
-        """Reduce what came too late for its bucket, and what no bucket had a place for."""
-        for number in summary.late:
-            settlement.add(number, again.get(number) or self._second(number, empty=True))
-        if summary.thawed:
-            thawed = [slot for slot in self._outside if summary.used[slot]]
-            # They were blended when they were reported.
-            settlement.thaw(thawed, self._factor, self._used, as_views=self._as_views)
-            self.planner.thaw(thawed)
-
-    def _second(self, number: int, *, empty: bool = False) -> Bucket:
-        bucket = self.fleet.bucket(self.fleet.plan.buckets[number], as_views=True)
-        if empty:
-            bucket.zero()
-        else:
-            self._fill(bucket, bytearray(len(self.slots)))
-        return bucket
-
     def _learn(self, summary: Summary) -> None:
+        if summary.thawed:
+            self.planner.thaw([slot for slot in self._means.outside if summary.used[slot]])
         self.exchange.finish(self._whole, summary.used)
         self.ledger.learn()
         self.planner.learn(summary.order)
@@ -470,7 +341,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget a step that is lost, with all gradients: the same on every rank."""
         # What is in flight still reads and writes the storage.
-        self._given_up = self._flight
+        self._given_up = None if self._step is None else self._step.flight
         for bucket in self.fleet.buckets:
             bucket.reset()
         for slot in self.planner.order:
@@ -529,7 +400,20 @@ class Reducer:
         )
         learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
         self.ledger.expect_as(learned)
-        self._outside = self.planner.outside()
+        self._means = Means(
+            parameters=self.parameters,
+            fleet=self.fleet,
+            ledger=self.ledger,
+            exchange=self.exchange,
+            group=self.group,
+            weights=self._weights,
+            buffers=self._buffers,
+            precision=self.precision,
+            times=self.times,
+            outside=self.planner.outside(),
+            as_views=self._as_views,
+            skips_unused=self.strict is not None and self.strict.skips_unused,
+        )
         self._unwatched = set(self.planner.order)
         self._watch()
 

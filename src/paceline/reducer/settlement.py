@@ -43,8 +43,9 @@ class Settlement:
         self._average(more, number)
         self._fleet.buckets[number].add(more)  # type: ignore[arg-type]  # of the same kind
 
-    def thaw(self, thawed: Sequence[int], factor: float, used: bytearray, *, as_views: bool) -> None:
-        """Reduce the gradients of slots that the plan has no bucket for."""
+    def thaw(self, outside: Sequence[int], factor: float, used: bytearray, *, as_views: bool) -> None:
+        """Reduce the gradients of slots that the plan has no bucket for, if some rank used them."""
+        thawed = [slot for slot in outside if self._summary.used[slot]]
         for members in make_plan(self._fleet.slots, thawed, _UNCAPPED).buckets:
             if members:
                 bucket = self._fleet.bucket(members, as_views=as_views)
