@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.buckets.plan import BucketCaps
 from paceline.comm import group as groups
 from paceline.comm.group import Group
-from paceline.comm.joining import Join, Joinable
+from paceline.comm.joining import Join, Joinable, leave
 from paceline.comm.verify import check_same
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.comm_hook import CommHook, check_hook
@@ -288,6 +288,7 @@ class DistributedDataParallel(TorchSurface):
         self._authoritative_rank = last.authority
         self._buffer_source = 0
         self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
+        leave(self)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer.

@@ -248,7 +248,7 @@ def bad_hook_on_one(rank: int, mistake: str) -> None:
     assert values(ddp) == times(1)
 
 
-@pytest.mark.parametrize("mistake", ["size", "dtype"])
+@pytest.mark.parametrize("mistake", ["size", "dtype", "none", "fails"])
 def test_a_hooks_mistake_on_one_rank(mistake: str) -> None:
     run_ranks(bad_hook_on_one, args=(mistake,), timeout=15.0)
 

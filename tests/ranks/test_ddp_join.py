@@ -98,6 +98,7 @@ def kept_gradients(rank: int, view: bool) -> None:
         for step in range(steps(rank)):
             ddp.zero_grad()
             ddp(inputs(rank, step)).backward()
+    assert not ddp._join_config.enable
     last = steps(rank) - 1
     assert_grads(ddp, mean(last))
     # Afterwards a step without join is as ever.

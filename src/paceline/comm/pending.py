@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.errors import HookError
+
 # A wait that takes longer than this is unusual: from then on the rank is on the roll as waiting, and looks
 # every second whether there is word from those it waits for.
 _UNUSUAL = timedelta(seconds=2)
@@ -69,8 +71,19 @@ class FuturePending:
             while not arrived.wait(patience.total_seconds()):
                 unusual()
                 patience = _AGAIN
-        return self._future.wait()
+        try:
+            return self._future.wait()
+        except RuntimeError as error:
+            if _is_from_a_callback(str(error)):
+                raise HookError(f"a communication hook's callback raised ({error})") from error
+            raise
 
     def done(self) -> bool:
         """Whether the hook's result is there."""
         return self._future.done()
+
+
+def _is_from_a_callback(text: str) -> bool:
+    """Whether a future failed by what a hook does to the result, not by the collective behind it."""
+    # torch 2.13's words. A callback that asks a failed collective for its result raises that one's error.
+    return "when running the callback" in text and "gloo" not in text and "NCCL" not in text

@@ -190,7 +190,7 @@ class Flight:
 def _leaving_errors_to_the_landing() -> Iterator[None]:
     try:
         yield
-    except StepError:
+    except (PeerError, StalledError):
         raise
     except Exception:  # noqa: S110  # a hook's future raises it again when it is landed
         pass
