@@ -24,10 +24,12 @@ class ShardedOptimizer(Optimizer):
     (SGD, Adam and most others) the parameters are, bit for bit, those of the plain optimizer.
 
     It stands beside the wrapper and is no communication hook: whatever reduces the gradients (an average, a
-    hook, weights, accumulation, join) and whatever is done to them before the step (clipping, a scaler)
+    hook, weights, accumulation) and whatever is done to them before the step (clipping, a scaler)
     works as with a plain optimizer, because every rank still has all gradients.
 
-    ``step`` and ``consolidate_state_dict`` talk to the other ranks, so every rank has to call them.
+    ``step`` and ``consolidate_state_dict`` talk to the other ranks, so every rank has to call them. It
+    is not for uneven inputs: under ``join`` a rank that has none left takes no step. There use torch's
+    ZeroRedundancyOptimizer.
 
     Args:
         wrapper: the wrapped module.
