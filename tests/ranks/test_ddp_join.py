@@ -1,5 +1,6 @@
 """Uneven inputs: exhausted ranks shadow the others, and every rank ends with the same model."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, ShardedOptimizer
 from paceline.errors import PeerError, StepError
 from paceline.testing import RankPool
 
@@ -254,21 +255,43 @@ def test_optimizers_in_backward_step_on_exhausted_ranks_too(pair: RankPool) -> N
     pair.run(in_backward)
 
 
-def with_zero(rank: int) -> None:
+def with_shares(rank: int, shares: str) -> None:
+    """Each rank keeps the state of its share of the parameters, and must step it to the end."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
-    torch.manual_seed(rank)
-    with Join([ddp, zero], divide_by_initial_world_size=False):
-        for _ in range(3 + 2 * rank):
-            zero.zero_grad()
-            ddp(torch.randn(5, 4)).pow(2).mean().backward()
-            zero.step()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    alone = copy.deepcopy(net)
+    ddp = DistributedDataParallel(net)
+    options = {"lr": 0.01}
+    sharded: Any = (
+        ShardedOptimizer(ddp, torch.optim.Adam, **options)
+        if shares == "ours"
+        else ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.Adam, **options)
+    )
+    rows = [
+        torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * each + step)).double()
+        for each in range(distributed.get_world_size())
+        for step in range(9)
+    ]
+    with Join([ddp, sharded]):
+        for step in range(steps(rank)):
+            sharded.zero_grad()
+            ddp(rows[9 * rank + step]).pow(2).mean().backward()
+            sharded.step()
     assert_equal_models(ddp)
+    # One process, with the mean over all ranks in which those without inputs count as zeros.
+    optimizer = torch.optim.Adam(alone.parameters(), **options)
+    for step in range(steps(distributed.get_world_size() - 1)):
+        optimizer.zero_grad()
+        losses = [alone(rows[9 * each + step]).pow(2).mean() for each in active(step)]
+        (torch.stack(losses).sum() / distributed.get_world_size()).backward()
+        optimizer.step()
+    for mine, other in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
 
 
-def test_join_with_a_zero_redundancy_optimizer(ranks: RankPool) -> None:
-    ranks.run(with_zero)
+@pytest.mark.parametrize("shares", ["ours", "torch"])
+def test_join_with_sharded_optimizer_states(ranks: RankPool, shares: str) -> None:
+    ranks.run(with_shares, shares)
 
 
 def early_end(rank: int) -> str:

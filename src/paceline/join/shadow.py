@@ -53,4 +53,5 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001  # torch's signature
         """Every rank is exhausted: all take over the model of one that was so last."""
+        self._wrapper.reducer.end_shadows()
         self._wrapper._sync_final_model(is_last_joiner)

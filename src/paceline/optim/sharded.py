@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.group import Group
+from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
 from paceline.optim.shares import share_out
@@ -16,7 +17,7 @@ from paceline.optim.shares import share_out
 _BYTES_AT_ONCE = 25 * 1024 * 1024
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, Joinable):
     """Steps a wrapped module with the state of an optimizer held once, not once a rank (ZeRO stage 1).
 
     Parameters are shared out by their bytes. Each rank steps its share once backward has averaged the
@@ -27,9 +28,9 @@ class ShardedOptimizer(Optimizer):
     hook, weights, accumulation) and whatever is done to them before the step (clipping, a scaler)
     works as with a plain optimizer, because every rank still has all gradients.
 
-    ``step`` and ``consolidate_state_dict`` talk to the other ranks, so every rank has to call them. It
-    is not for uneven inputs: under ``join`` a rank that has none left takes no step. There use torch's
-    ZeroRedundancyOptimizer.
+    ``step`` and ``consolidate_state_dict`` talk to the other ranks, so every rank has to call them. For
+    uneven inputs use torch's ``Join([wrapper, optimizer])``: then a rank without inputs still steps its
+    share.
 
     Args:
         wrapper: the wrapped module.
@@ -51,7 +52,8 @@ class ShardedOptimizer(Optimizer):
         self._owners: dict[Tensor, int] = {}
         self._own: Optimizer | None = None
         self._gathered: dict[str, Any] | None = None
-        super().__init__(_trainable(wrapper) if params is None else params, defaults)
+        Joinable.__init__(self)
+        Optimizer.__init__(self, _trainable(wrapper) if params is None else params, defaults)
         self._own = optimizer_class([self._shared(group) for group in self.param_groups], **defaults)
         self.defaults = self._own.defaults
         self.state = self._own.state
@@ -73,6 +75,7 @@ class ShardedOptimizer(Optimizer):
         """Step this rank's share, and make every rank's parameters equal."""
         assert self._own is not None
         self._check_group()
+        Join.notify_join_context(self)
         self._gathered = None
         loss = None
         if closure is not None:
@@ -86,6 +89,20 @@ class ShardedOptimizer(Optimizer):
             self._spread()
         _copy_options(self._own, self)
         return loss
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """What torch's join context manager calls on a rank without inputs."""
+        return _StepsAlong(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the collectives of torch's join context."""
+        return self._wrapper.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group for the collectives of torch's join context."""
+        return self._group.process_group
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state to one rank, where ``state_dict`` then gives it until the next step.
@@ -168,6 +185,18 @@ class ShardedOptimizer(Optimizer):
                 "the wrapper has moved to another group, among whose ranks the state is not shared out; "
                 "consolidate the state before the move, and load it into a new optimizer after it"
             )
+
+
+class _StepsAlong(JoinHook):
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        super().__init__()
+
+    def main_hook(self) -> None:
+        self._optimizer.step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
+        leave(self._optimizer)
 
 
 def _trainable(wrapper: DistributedDataParallel) -> list[Parameter]:

@@ -104,6 +104,7 @@ class Reducer:
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._accumulated = bytearray(len(slots))
+        self._own_grads: list[Tensor | None] | None = None
         self._step: Step | None = None
         self._given_up: Flight | None = None
         self._weights = Weights(parameters)
@@ -206,17 +207,22 @@ class Reducer:
             raise StepError(f"step {self.step} has not been finished (rank: {self.group.rank})")
 
     def shadow(self) -> None:
-        """Take part in a step of the other ranks with nothing; gradients stay as they are."""
+        """Take part in a step of the other ranks with nothing; parameters get the averages as theirs do."""
         with self._lock:
-            kept = [parameter.grad for parameter in self.parameters]
+            if self._own_grads is None:
+                self._own_grads = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
             self._accumulated = bytearray(len(self.slots))
             self._start_step()
             self._current.shadow()
             self.finish()
-            for parameter, grad in zip(self.parameters, kept, strict=True):
-                parameter.grad = grad
+
+    def end_shadows(self) -> None:
+        """Give parameters the gradients back that they had before the first shadow."""
+        own, self._own_grads = self._own_grads, None
+        for parameter, grad in zip(self.parameters, own or (), strict=own is not None):
+            parameter.grad = grad
 
     @property
     def launched(self) -> int:
@@ -351,6 +357,7 @@ class Reducer:
         if self.precision is not None:
             self.precision.restore()
         self.ranks = self.group.size
+        self._own_grads = None
         self.expected = False
         self.step += 1
         self._rest()
