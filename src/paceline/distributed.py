@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.buckets.plan import BucketCaps
 from paceline.comm import group as groups
+from paceline.comm import rpc
 from paceline.comm.group import Group
 from paceline.comm.joining import Join, Joinable, leave
 from paceline.comm.verify import check_same
@@ -38,6 +39,7 @@ from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.dtensor import local_parameter
 from paceline.torch_surface import TorchSurface
+from paceline.tracing import reduces_in_graph, untraced, untraced_with_calls
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -117,6 +119,7 @@ class DistributedDataParallel(TorchSurface):
         self._slots = state.collect(module, self.parameters_to_ignore, self._delayed)
         check_module(module, self._slots, self.parameters_to_ignore)
         self._place_module(device_ids, output_device)
+        self._passing_sync_batchnorm_handle(module)
         self.forward_sync_buffers, init_buffers = buffer_options(
             broadcast=broadcast_buffers, forward_sync=forward_sync_buffers
         )
@@ -144,7 +147,11 @@ class DistributedDataParallel(TorchSurface):
         self._build_reducer()
         if static_graph:
             self._set_static_graph()
+        self._use_python_reducer = reduces_in_graph()
+        if self._use_python_reducer:
+            self._register_accum_grad_hook()
 
+    @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; outputs are marked, so that their backward is synced."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -157,6 +164,7 @@ class DistributedDataParallel(TorchSurface):
                 raise
             return self._post_forward(output, given=(inputs, kwargs))
 
+    @untraced_with_calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._syncs_now():
             self._stats.begin_forward()
@@ -181,6 +189,7 @@ class DistributedDataParallel(TorchSurface):
         if not self._divides_by_all:
             self.reducer.ranks = len(attendance.active)
 
+    @untraced
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         precision = self.reducer.precision
         with self._inside_ddp_forward():
@@ -189,6 +198,7 @@ class DistributedDataParallel(TorchSurface):
             with precision.lowered(inputs, kwargs) as (inputs, kwargs):
                 return self.module(*inputs, **kwargs)
 
+    @untraced_with_calls
     def _post_forward(self, output: Any, given: Any = ()) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -197,7 +207,9 @@ class DistributedDataParallel(TorchSurface):
         if torch.is_grad_enabled():
             self.reducer.expected |= synced
             begins = functools.partial(_begin_backward, weakref.ref(self.reducer), synced=synced)
-            mark(tree.leaves(output), begins, but=tree.leaves(given))
+            if (context := rpc.current_context()) is not None:
+                output = self.reducer.remote.watch(context, output)
+            mark(rpc.leaves(output), begins, but=rpc.leaves(given))
         return output
 
     @property
@@ -212,6 +224,7 @@ class DistributedDataParallel(TorchSurface):
     def _syncs_now(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
+    @untraced_with_calls
     def _give_up(self, error: BaseException) -> None:
         """Let the other ranks know that this one's forward raised, lest they wait for its gradients."""
         # Inside a backward it may be a checkpoint that has recomputed enough; if not, backward is lost by it.
@@ -301,6 +314,7 @@ class DistributedDataParallel(TorchSurface):
                 return
             check_hook(hook)
             self._use(CommHook(self._group, state, hook))
+            self.reducer.comm_hooks.append((hook, state))
 
     def _use(self, hook: CommHook | Rounds) -> None:
         if isinstance(self.reducer.exchange, CommHook | Rounds):
@@ -350,6 +364,8 @@ class DistributedDataParallel(TorchSurface):
             "_slots",
             "_buffers_in_module",
             "_stats",
+            "_accum_grad_hooks",
+            "forward",
         ):
             attributes.pop(name, None)
         return attributes
@@ -363,6 +379,8 @@ class DistributedDataParallel(TorchSurface):
         self._build_reducer()
         if self.static_graph and self.reducer.strict is not None:
             self.reducer.strict.static = True
+        if self._use_python_reducer:
+            self._register_accum_grad_hook()
 
     def _place_module(self, device_ids: Any, output_device: Any) -> None:
         parameters = self._slots.parameters

@@ -7,10 +7,12 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm.group import Group
@@ -22,11 +24,13 @@ from paceline.module_state.buffers import BufferHook, BufferHookLocation, Module
 from paceline.module_state.parameters import Slots
 from paceline.observe.logging_data import construction_data
 from paceline.options import CapOptions
+from paceline.reducer.in_graph import traced_reduction
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
 from paceline.replicas.scatter_gather import gather, scatter_kwargs
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
+from paceline.tracing import fuse_reductions, untraced
 
 # torch.compile asks torch's own class which wrapper is at work.
 # Untyped, because what torch keeps in attributes we often derive.
@@ -61,6 +65,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     _buffers_in_module: ModuleBuffers
     _stats: Stats
     _use: Callable[[CommHook], None]
+    _accum_grad_hooks: Sequence[RemovableHandle] = ()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -204,8 +209,29 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Taken for torch's sake: which rows were touched travels with them."""
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.SyncBatchNorm) and self.device_type == "cpu":
+                raise OptionError(
+                    f"SyncBatchNorm layers only work with GPU modules (layer: {name!r}, device: cpu)"
+                )
+
+    def _register_accum_grad_hook(self) -> None:
+        """Leave the averaging to hooks that compiled autograd can trace, and the forward to the module."""
+        self.reducer.detach()
+        reduce = traced_reduction(self.reducer)
+        self._accum_grad_hooks = [
+            parameter.register_post_accumulate_grad_hook(reduce)
+            for parameter in self._module_parameters
+            if parameter.requires_grad
+        ]
+        setattr(self, "forward", MethodType(_traced_forward, self))  # noqa: B010  # it has a type in subclasses
+        fuse_reductions(self._caps.cap)
+
     def _remove_autograd_hooks(self) -> None:
         self.reducer.detach()
+        for hook in self._accum_grad_hooks:
+            hook.remove()
 
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalised()
@@ -251,6 +277,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         self._stats.sample_rate = sample_rate
 
     @contextlib.contextmanager
+    @untraced
     def _noting_errors(self) -> Iterator[None]:
         """Keep word of an error for the logging data."""
         try:
@@ -290,6 +317,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         return _Torch._active_ddp_module
 
     @contextlib.contextmanager
+    @untraced
     def _inside_ddp_forward(self) -> Iterator[None]:
         outer = _Torch._active_ddp_module
         _Torch._active_ddp_module = self
@@ -325,6 +353,10 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         return self.process_group
 
 
+def _traced_forward(self: TorchSurface, *inputs: Any, **kwargs: Any) -> Any:
+    return self.module(*inputs, **kwargs)
+
+
 def _elsewhere(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise UnsupportedError(
@@ -340,8 +372,8 @@ for _name in (
     *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
     *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"),
     *("_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
-    *("_module_wait_for_copy_hook", "_register_accum_grad_hook", "_fire_reducer_autograd_hook"),
+    *("_module_wait_for_copy_hook", "_fire_reducer_autograd_hook"),
     *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
-    *("_ddp_init_helper", "_assign_modules_buffers", "_passing_sync_batchnorm_handle"),
+    *("_ddp_init_helper", "_assign_modules_buffers"),
 ):
     setattr(TorchSurface, _name, _elsewhere(_name))

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from paceline.tensors.dtensor import Trained
+from paceline.tracing import traced_as, untraced_with_calls
 
 
 class Arrivals:
@@ -30,23 +31,28 @@ class Arrivals:
     Args:
         look: looks at ``noted``; must not keep the parameters alive.
         every: how many arrivals there are at most between two looks.
+        in_graph: what compiled autograd traces in the place of a note.
 
     Attributes:
         noted: parameters in the order in which their gradients arrived, until cleared.
     """
 
-    def __init__(self, look: Callable[[], None], every: int) -> None:
+    def __init__(self, look: Callable[[], None], every: int, in_graph: Callable[[Tensor], None]) -> None:
         self.noted: list[Trained] = []
         self._hooks: dict[int, _Hook] = {}
         self._hooks_a_parameter: list[dict[int, object]] = []
         noted, append = self.noted, self.noted.append
 
+        @traced_as(in_graph)
+        @untraced_with_calls
         def note(parameter: Trained) -> None:
             append(parameter)
             count = len(noted)
             if count == 1 or not count % every:
                 look()
 
+        @traced_as(in_graph)
+        @untraced_with_calls
         def note_eagerly(parameter: Trained) -> None:
             append(parameter)
             look()
@@ -130,11 +136,18 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_ordinary(leaf: Node) -> bool:
+    """Whether the running backward adds the leaf's gradient to ``.grad``; distributed autograd's does not."""
+    return _will_run(leaf)
+
+
 class _Mark:
     def __init__(self, node: Node, begins: Callable[[], object]) -> None:
         self._nexts = [next_ for next_, _ in node.next_functions]
         self._begins = begins
 
+    @traced_as(lambda _mark, _grads: None)  # there gradients are reduced in the graph, and nothing begins
+    @untraced_with_calls
     def __call__(self, _grads: object) -> None:
         if _accumulates(self._nexts):
             self._begins()
@@ -147,11 +160,13 @@ class _End:
         self._finish: Callable[[], None] | None = finish
         self._lose = lose
 
+    @untraced_with_calls
     def __call__(self) -> None:
         finish, self._finish = self._finish, None
         assert finish is not None
         finish()
 
+    @untraced_with_calls
     def __del__(self) -> None:
         if self._finish is not None:
             self._lose()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
-from paceline.errors import OptionError, StepError, WeightsError
+from paceline.errors import OptionError, StepError, UnsupportedError, WeightsError
 from paceline.hooks.exchange import Average, Exchange
 from paceline.hooks.in_backward import InBackward
 from paceline.module_state.buffers import ModuleBuffers
@@ -27,9 +27,11 @@ from paceline.module_state.precision import Precision
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
+from paceline.reducer.in_graph import traced_reduction
 from paceline.reducer.lane import lane_of
 from paceline.reducer.ledger import Ledger
 from paceline.reducer.planner import Planner
+from paceline.reducer.remote_grads import RemoteGrads
 from paceline.reducer.step import BATCH, Means, Step
 from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
@@ -69,6 +71,8 @@ class Reducer:
         summary: what the ranks said of the last step.
         times: when what happened in the last step.
         error: the last error in words.
+        comm_hooks: users' hooks and their states, for a backward that is compiled.
+        remote: watches distributed autograd.
         trainable_at_wrap: slots that the first plan covers; torch's figures count them alone.
     """
 
@@ -95,6 +99,7 @@ class Reducer:
         self.in_backward = InBackward(self._whole)
         self.ranks = group.size
         self.syncs = True
+        self.comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self.step = 0
         self.summary: Summary | None = None
         self.times = Times()
@@ -109,8 +114,12 @@ class Reducer:
         self._given_up: Flight | None = None
         self._weights = Weights(parameters)
         self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
+        self._lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]] = _nothing_lent
+        self.remote = RemoteGrads(self, slots, self._whole)
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
-        self._arrivals = Arrivals(_weakly(self), every=1 if strict is not None else BATCH)
+        self._arrivals = Arrivals(
+            _weakly(self), every=1 if strict is not None else BATCH, in_graph=traced_reduction(self)
+        )
         weakref.finalize(self, self._arrivals.remove)
         self._looked_at = 0
         self._backward = -1
@@ -143,16 +152,33 @@ class Reducer:
 
     def begin(self, *, synced: bool) -> None:
         """A backward has begun, or was found to be running."""
+        if self._detached:
+            return
         with self._lock:
             if self._phase is Phase.IDLE:
                 at_end_of_backward(self._end, self._lose)
                 self._backward = current_backward()
                 self._phase = Phase.ACCUMULATING
-                if self._weighed:
+                if self.weighed:
                     self._weights.begin()
             if synced and self._phase is Phase.ACCUMULATING:
                 self._start_step()
             self._refuse_mixed_weights()
+
+    def borrow(self, lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]]) -> None:
+        """A backward of distributed autograd has begun: see Note [Lent gradients]."""
+        if self.weighed:
+            # Kept as well: distributed autograd loses the words of an error.
+            self.error = "contributions cannot be weighed in distributed autograd"
+            raise UnsupportedError(self.error)
+        with self._lock:
+            self.begin(synced=True)
+            self._lend = lend
+
+    @property
+    def watched(self) -> list[int]:
+        """Slots whose gradients are averaged."""
+        return self.planner.order
 
     def is_in(self, backward: int) -> bool:
         """Whether a step has begun in that backward."""
@@ -174,7 +200,7 @@ class Reducer:
     @contextlib.contextmanager
     def weigh(self, weight: float) -> Iterator[None]:
         """Count what backward adds inside by a weight."""
-        if self._weighed:
+        if self.weighed:
             raise OptionError(f"a weight holds already (outer: {self._weights.now}, inner: {weight})")
         self._check_accumulated()
         with self._weights.hold(weight):
@@ -288,7 +314,8 @@ class Reducer:
         return self._step
 
     @property
-    def _weighed(self) -> bool:
+    def weighed(self) -> bool:
+        """Whether contributions count by a weight."""
         return self._weights.now is not None
 
     def _end(self) -> None:
@@ -315,10 +342,15 @@ class Reducer:
     def finish(self) -> None:
         """End the step: average the gradients, or raise and drop them."""
         with self._lock, torch.no_grad():
+            accumulated = self._accumulated
             try:
-                self._look()
-                self._learn(self._current.finalise())
-                self.in_backward.step()
+                with self._lend() as arrived:
+                    self._arrivals.noted.extend(self.parameters[slot] for slot in arrived)
+                    self._look()
+                    self._learn(self._current.finalise())
+                    self.in_backward.step()
+                if self._lend is not _nothing_lent:
+                    self._accumulated = accumulated
             except BaseException:
                 self.drop()
                 raise
@@ -327,6 +359,7 @@ class Reducer:
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
+        self._lend = _nothing_lent
         self._arrivals.clear()
         self._looked_at = 0
 
@@ -368,7 +401,7 @@ class Reducer:
             self._given_up = None
 
     def _refuse_mixed_weights(self) -> None:
-        if self._weights.carries and not self._weighed:
+        if self._weights.carries and not self.weighed:
             raise WeightsError("earlier passes were weighed and this one is not; weigh every pass, or none")
 
     def _check_accumulated(self) -> None:
@@ -436,6 +469,10 @@ class Reducer:
         if self.planner.learned:
             eager.update(members[-1] for members in self.fleet.plan.buckets if members)
         self._arrivals.watch({slot: self.parameters[slot] for slot in thawed}, eager=eager)
+
+
+def _nothing_lent() -> contextlib.AbstractContextManager[Sequence[int]]:
+    return contextlib.nullcontext(())
 
 
 def _weakly(reducer: Reducer) -> Callable[[], None]:
