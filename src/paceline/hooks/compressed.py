@@ -103,7 +103,7 @@ class Compressed(Hook):
 
     def _mean(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         first, *others = messages.split(1)
-        total = self._decode(first, numel, dtype)[0].clone()
+        total = self._decode(first, numel, dtype)[0]
         for message in others:
             total.add_(self._decode(message, numel, dtype)[0])
         return total.div_(len(messages))

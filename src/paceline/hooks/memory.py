@@ -81,7 +81,8 @@ class Memory:
             return
         if self._weight != 1:
             torch._foreach_div_([*losses], self._weight)
-        if not torch.stack(torch._foreach_norm([*losses], 1)).isfinite().all():
+        # A sum is finite if all its parts are, but for a few that only look bad; elements are looked at then.
+        if not torch.stack([loss.sum() for loss in losses]).isfinite().all():
             losses = [*map(self._sound, losses, parameters)]
         for loss, parameter in zip(losses, parameters, strict=True):
             self.losses.put(parameter, loss)

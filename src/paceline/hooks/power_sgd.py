@@ -95,7 +95,7 @@ class PowerSGD(Hook):
         lefts = [matrix.values @ matrix.directions for matrix in matrices]
         lefts, averages = yield from _averages([lefts, plain], group)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
-        own = [matrix.values.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        own = [(left.T @ matrix.values).T for matrix, left in zip(matrices, lefts, strict=True)]
         self._note(matrices, lefts, own)
         (rights,) = yield from _averages([own], group)
         for view, average in zip(plain, averages, strict=True):
@@ -131,7 +131,7 @@ class PowerSGD(Hook):
     def _note(self, matrices: Sequence[Matrix], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
         """Remember what of this rank's own matrices is outside the common directions."""
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
-            lost = matrix.values - left @ right.T
+            lost = matrix.values.addmm_(left, right.T, alpha=-1)  # in place: the values have served
             self._memory.note([lost.view(-1)], [matrix.parameter])
 
     def _keep_directions(self, parameter: Parameter, right: Tensor) -> None:

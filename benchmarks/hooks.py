@@ -1,0 +1,222 @@
+"""What communication hooks cost and save: step time over slow links, bytes sent, and what a network learns.
+
+python benchmarks/hooks.py [--parts links digits] [--rates RATE ...] [--rounds N] [--seeds N] [--epochs N]
+                           [--quick] [--json FILE]
+
+Links: two ranks, one in each of two network namespaces, with a link between them that carries no more than a
+rate. A step is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds every side's
+copy of a model of 1.3M parameters; the sides take turns, which last until the slower rank is done. Bytes are
+those that the link has counted. Needs root, to make the namespaces.
+
+Digits: a small network trained on two ranks, the same seeds under every hook.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from digits_training import HOOKS, accuracy_on_rank
+from measure import Row, Size, machine, report, samples, size, timing
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import paceline
+from paceline import hooks
+from paceline.testing import RankPool, run_ranks
+from paceline.testing.hosts import Hosts, sent_bytes, why_not
+
+WORLD = 2
+RATES = ("100mbit", "1gbit")
+# As many steps in a row as post-local SGD takes from one average to the next, so that a turn has one.
+STEPS = 4
+WARMUPS = 1
+RANK = 4
+TIMEOUT_SECONDS = 3600.0
+# As in ddp.py.
+LEARNING_RATE = 1e-6
+BASE = "torch: no hook"
+
+Step = Callable[[], None]
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 768))
+
+
+def torch_side(state: Any = None, hook: Callable[..., Any] | None = None, **options: Any) -> nn.Module:
+    wrapped = torch.nn.parallel.DistributedDataParallel(module(), **options)
+    if hook is not None:
+        wrapped.register_comm_hook(state, hook)
+    return wrapped
+
+
+def torch_power_sgd() -> nn.Module:
+    # The earliest start that it allows.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    # In one bucket: with two, ranks mix up the collectives of its callbacks, and gloo aborts.
+    return torch_side(state, powerSGD_hook.powerSGD_hook, bucket_cap_mb=25)
+
+
+def paceline_side(hook: hooks.Hook | None) -> tuple[nn.Module, hooks.Hook | None]:
+    wrapped = paceline.DistributedDataParallel(module())
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped, hook
+
+
+def all_sides() -> dict[str, tuple[nn.Module, hooks.Hook | None]]:
+    return {
+        BASE: (torch_side(), None),
+        "torch: fp16 hook": (torch_side(None, default_hooks.fp16_compress_hook), None),
+        f"torch: PowerSGD hook of rank {RANK}": (torch_power_sgd(), None),
+        "paceline: no hook": paceline_side(None),
+        "average": paceline_side(hooks.average()),
+        "fp16": paceline_side(hooks.fp16()),
+        "bf16": paceline_side(hooks.bf16()),
+        "int8": paceline_side(hooks.int8()),
+        "int4": paceline_side(hooks.int4()),
+        "top_k(0.01)": paceline_side(hooks.top_k(0.01)),
+        f"power_sgd({RANK})": paceline_side(hooks.power_sgd(RANK, start_step=2)),
+        f"post_local_sgd, period {STEPS}": paceline_side(hooks.post_local_sgd(start_step=0, period=STEPS)),
+    }
+
+
+def stepper(wrapped: nn.Module, hook: hooks.Hook | None, batch: torch.Tensor, sent: list[int]) -> Step:
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, foreach=True)
+
+    def step() -> None:
+        before = sent_bytes()
+        optimizer.zero_grad(set_to_none=True)
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+        if isinstance(hook, hooks.PostLocalSGD):
+            hook.average_parameters(wrapped.parameters())
+        sent.append(sent_bytes() - before)
+
+    return step
+
+
+def steps_on_rank(
+    rank: int, hosts: Hosts, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds a step and bytes a step of each side, a value a round."""
+    with hosts.group(rank, world=WORLD, host=rank):
+        torch.manual_seed(rank)
+        batch = torch.randn(8, 512)
+        sides = all_sides()
+        sent: dict[str, list[int]] = {name: [] for name in sides}
+        steps = {name: stepper(*side, batch, sent[name]) for name, side in sides.items()}
+        seconds = samples(steps, rounds=rounds, calls=STEPS, warmups=WARMUPS, before=dist.barrier)
+        check_same_gradients(*(sides[name][0] for name in (BASE, "paceline: no hook", "average")))
+        # torch's wrapper can hang if it outlives the group.
+        del sides, steps
+        gc.collect()
+        return seconds, {name: by_turn(counts)[WARMUPS:] for name, counts in sent.items()}
+
+
+def by_turn(counts: Sequence[int]) -> list[float]:
+    return [statistics.mean(counts[start : start + STEPS]) for start in range(0, len(counts), STEPS)]
+
+
+def check_same_gradients(first: nn.Module, *others: nn.Module) -> None:
+    """Make sure that those without compression did the same work."""
+    for other in others:
+        for theirs, ours in zip(first.parameters(), other.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-7)
+
+
+def link_rows(rate: str, rounds: int) -> list[Row]:
+    with Hosts() as hosts:
+        hosts.limit(rate)
+        ranks = run_ranks(steps_on_rank, WORLD, args=(hosts, rounds), timeout=TIMEOUT_SECONDS, backend=None)
+    seconds = {
+        name: [max(turn) for turn in zip(*(rank[0][name] for rank in ranks), strict=True)]
+        for name in ranks[0][0]
+    }
+    return [link_row(name, rate, seconds, size(ranks[0][1][name])) for name in seconds]
+
+
+def link_row(name: str, rate: str, seconds: Mapping[str, Sequence[float]], sent: Size) -> Row:
+    own, base = timing(seconds[name]), timing(seconds[BASE])
+    spread = timing([ours / theirs for ours, theirs in zip(seconds[name], seconds[BASE], strict=True)])
+    return Row(
+        f"{name} at {rate}",
+        {"a step": own, "sent a step by a rank": sent},
+        f"times {BASE}",
+        own.median / base.median,
+        None,
+        spread=(spread.low, spread.high),
+    )
+
+
+def digits(seeds: int, epochs: int) -> dict[str, list[float]]:
+    """Each hook's accuracies, a value a seed."""
+    found: dict[str, list[float]] = {}
+    with RankPool(WORLD, timeout=TIMEOUT_SECONDS) as pool:
+        for name in HOOKS:
+            print(f"training with {name}", file=sys.stderr)
+            found[name] = [pool.run(accuracy_on_rank, name, seed, epochs)[0] for seed in range(seeds)]
+    return found
+
+
+def report_digits(found: Mapping[str, Sequence[float]], epochs: int) -> None:
+    seeds = len(next(iter(found.values())))
+    table = Table(title=f"Test accuracy on the digits, {epochs} epochs, {seeds} seeds", caption=machine())
+    for column in ("hook", "mean", "standard deviation", "lowest to highest"):
+        table.add_column(column)
+    for name, values in found.items():
+        spread = f"{statistics.stdev(values):.2%}" if seeds > 1 else "-"
+        table.add_row(
+            name, f"{statistics.mean(values):.2%}", spread, f"{min(values):.2%} to {max(values):.2%}"
+        )
+    Console(width=120).print(table)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure communication hooks.")
+    parser.add_argument("--parts", nargs="+", choices=("links", "digits"), default=("links", "digits"))
+    parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help=f"default: {RATES}")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="turns of each side that are timed (default: 8)"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each hook (default: 5)")
+    parser.add_argument("--epochs", type=int, default=20, help="of each training (default: 20)")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 rounds, 2 seeds, 4 epochs, to see that all works"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the links' figures here too")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.seeds, arguments.epochs = 2, 2, 4
+    if arguments.rounds < 2:
+        parser.error("quartiles need two rounds or more")
+    if "links" in arguments.parts and (reason := why_not()) is not None:
+        parser.error(f"no links can be made: {reason}; run as root, or with --parts digits")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    if "digits" in arguments.parts:
+        report_digits(digits(arguments.seeds, arguments.epochs), arguments.epochs)
+    if "links" in arguments.parts:
+        rows: list[Row] = []
+        for rate in arguments.rates:
+            print(f"timing at {rate}", file=sys.stderr)
+            rows += link_rows(rate, arguments.rounds)
+        report("Steps of two ranks with a link of limited rate between them", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
