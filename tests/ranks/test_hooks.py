@@ -1,10 +1,5 @@
 """paceline's own hooks: what comes back is the same on every rank, and off by no more than they say."""
 
-import gc
-import re
-import weakref
-from collections.abc import Callable
-
 import pytest
 import torch
 from hook_nets import (
@@ -21,11 +16,11 @@ from hook_nets import (
     run_step,
     wrap,
 )
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.utils.checkpoint import checkpoint
 
-from paceline import PeerError, hooks
-from paceline.errors import HookError, OptionError, UnsupportedError
-from paceline.testing import RankPool, RanksError
+from paceline import PeerError
+from paceline.testing import RankPool
 
 EACH = pytest.mark.parametrize("name", HOOKS)
 REMEMBERING = pytest.mark.parametrize("name", WITH_MEMORY)
@@ -200,110 +195,41 @@ def test_a_step_that_is_lost_leaves_what_is_remembered_as_it_was(pair: RankPool,
     pair.run(lost, name)
 
 
-# Registration.
+class Repeated(nn.Module):
+    """A layer that a re-entrant checkpoint goes over any number of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        x = self.first(x)
+        for _ in range(times):
+            x = checkpoint(self.again, x, use_reentrant=True)
+        return x.square().sum()
 
 
-def refused(_: int) -> None:
-    ddp = wrap(None)
-    hook = hooks.int8()
-    with pytest.raises(OptionError, match=r"keeps its own state: register it with None \(hook: int8"):
-        ddp.register_comm_hook(object(), hook)
-    ddp.register_comm_hook(None, hook)
-    with pytest.raises(UnsupportedError, match="can only be called once"):
-        ddp.register_comm_hook(None, hooks.int8())
-    other = wrap(None)
-    with pytest.raises(OptionError, match=r"a hook serves one wrapper.*\(hook: int8\)"):
-        other.register_comm_hook(None, hook)
-    assert ddp._get_ddp_logging_data()["comm_hook"] == "int8"
-    del ddp
-    gc.collect()
-    other.register_comm_hook(None, hook)
+def late(rank: int, name: str) -> None:
+    torch.manual_seed(0)
+    net, plain = Repeated(), Repeated()
+    plain.load_state_dict(net.state_dict())
+    ddp = wrap(HOOKS[name](), net, cap=0)
+    batches = torch.randn(distributed.get_world_size(), 3, 4)
+    for step in range(4):
+        times = [3 if step == 3 and each == 0 else 1 for each in range(len(batches))]
+        ddp.zero_grad()
+        ddp(batches[rank], times[rank]).backward()
+        check_equal_on_all_ranks([p.grad for p in net.parameters()])
+    assert ddp.reducer.summary.late
+    for batch, count in zip(batches, times, strict=True):
+        (plain(batch, count) / len(batches)).backward()
+    wanted = [p.grad for p in plain.parameters()]
+    # The gradient, what comes late, and what is remembered of the step before are each rounded.
+    bound = 4 * BOUNDS[name] * largest([wanted]) * len(batches)
+    assert distance([p.grad for p in net.parameters()], wanted) <= bound
 
 
-def test_what_cannot_be_registered(pair: RankPool) -> None:
-    pair.run(refused)
-
-
-def freed(rank: int, name: str) -> None:
-    hook = HOOKS[name]()
-    ddp = wrap(hook)
-    run_step(ddp, gradients(rank))
-    watched = [weakref.ref(each) for each in (ddp, ddp.reducer, ddp.module, *ddp.parameters())]
-    del ddp
-    gc.collect()
-    assert [ref() is None for ref in watched] == [True] * len(watched)
-
-
-@EACH
-def test_a_hook_keeps_neither_wrapper_nor_parameters(pair: RankPool, name: str) -> None:
-    pair.run(freed, name)
-
-
-# Hooks of one's own.
-
-
-class Chain(hooks.Hook):
-    """Adds up in as many collectives as a bucket's number says."""
-
-    def __init__(self, act: Callable[[Tensor], object] = lambda _: None) -> None:
-        self.act = act
-        self.order: list[tuple[int, int]] = []
-
-    def reduce(self, bucket: object, group: object) -> object:
-        buffer = bucket.buffer()  # type: ignore[attr-defined]
-        for number in range(bucket.index() + 2):  # type: ignore[attr-defined]
-            self.order.append((bucket.index(), number))  # type: ignore[attr-defined]
-            buffer = (yield group.all_reduce(buffer)) / group.size  # type: ignore[attr-defined]
-        result = self.act(buffer)
-        return buffer if result is None else result
-
-
-def chained(rank: int) -> list[tuple[int, int]]:
-    hook = Chain()
-    ddp = wrap(hook, cap=0)
-    for step in range(3):
-        hook.order.clear()
-        found = run_step(ddp, gradients(rank, step=step))
-        assert distance(found, mean(everyones(step))) < 1e-6
-    return hook.order
-
-
-def test_every_rank_issues_the_same_collectives_in_the_same_order(ranks: RankPool) -> None:
-    order, *others = ranks.run(chained)
-    assert all(other == order for other in others)
-    buckets = max(bucket for bucket, _ in order) + 1
-    assert buckets > 2
-    # First rounds as buckets fill up, later ones bucket by bucket.
-    assert order[:buckets] == [(bucket, 0) for bucket in range(buckets)]
-    assert order[buckets:] == sorted(order[buckets:])
-
-
-class Wrong(Chain):
-    def reduce(self, bucket: object, group: object) -> object:  # noqa: ARG002
-        yield bucket
-
-
-def mistaken(rank: int, what: str) -> None:
-    hook = {
-        "yields": Wrong(),
-        "returns": Chain(lambda buffer: buffer[1:]),
-        "raises": Chain(lambda buffer: buffer.view(3, -1, 17)),
-    }[what]
-    ddp = wrap(hook)
-    ddp(gradients(rank)).backward()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("yields", r"a hook yields what is in flight \(hook: Wrong"),
-        ("returns", r"must return a tensor like the bucket's buffer \(hook: Chain, bucket: 0"),
-        ("raises", r"a hook raised RuntimeError.*\(hook: Chain\)"),
-    ],
-)
-def test_a_hooks_mistake_is_told(pair: RankPool, what: str, message: str) -> None:
-    with pytest.raises(RanksError) as caught:
-        pair.run(mistaken, what)
-    for error in caught.value.exceptions:
-        assert isinstance(error, HookError)
-        assert re.search(message, str(error))
+@pytest.mark.parametrize("name", ["average", "fp16", "bf16", "int8"])
+def test_a_gradient_that_comes_too_late_for_its_bucket(ranks: RankPool, name: str) -> None:
+    ranks.run(late, name)
