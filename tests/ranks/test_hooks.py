@@ -29,8 +29,8 @@ REMEMBERING = pytest.mark.parametrize("name", WITH_MEMORY)
 # One step, and many.
 
 
-def one_step(rank: int, name: str) -> None:
-    ddp = wrap(HOOKS[name]())
+def one_step(rank: int, name: str, view: bool) -> None:
+    ddp = wrap(HOOKS[name](), gradient_as_bucket_view=view)
     for step in range(3):  # in one bucket, then in several
         found = run_step(ddp, gradients(rank, step=step))
         check_equal_on_all_ranks(found)
@@ -40,8 +40,11 @@ def one_step(rank: int, name: str) -> None:
 
 
 @EACH
-def test_a_step_is_the_same_on_every_rank_and_off_by_no_more_than_stated(ranks: RankPool, name: str) -> None:
-    ranks.run(one_step, name)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_a_step_is_the_same_on_every_rank_and_off_by_no_more_than_stated(
+    ranks: RankPool, name: str, view: bool
+) -> None:
+    ranks.run(one_step, name, view)
 
 
 def many_steps(rank: int, name: str) -> None:

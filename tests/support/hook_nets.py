@@ -60,10 +60,10 @@ def everyones(step: int = 0, **options: object) -> list[list[Tensor]]:
 
 
 def wrap(
-    hook: hooks.Hook | None, net: nn.Module | None = None, cap: float = 0.003
+    hook: hooks.Hook | None, net: nn.Module | None = None, cap: float = 0.003, **options: bool
 ) -> DistributedDataParallel:
     """Under a hook, in several buckets."""
-    ddp = DistributedDataParallel(net or Given(), bucket_cap_mb=cap)
+    ddp = DistributedDataParallel(net or Given(), bucket_cap_mb=cap, **options)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
     return ddp

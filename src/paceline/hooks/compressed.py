@@ -116,8 +116,9 @@ def fp16() -> Hook:
     """Sends float16.
 
     Bytes a rank sends each step for a parameter of n elements at world size W: ``4 n (W-1)/W``. Error of each
-    element of the average: two roundings to nearest, of at most 2^-11 of the value (2^-25 where that is below
-    2^-14); unbiased but for the rounding. A gradient beyond 65504 becomes infinite, on every rank.
+    element of the average: at most 2^-11 of the mean of the ranks' magnitudes (or 2^-25 where they are below
+    2^-14), and above two ranks as much once more; by rounding to nearest, the same way each time the same
+    gradients come. A gradient beyond 65504 becomes infinite, on every rank.
     """
     return Compressed(Cast(torch.float16))
 
@@ -125,8 +126,8 @@ def fp16() -> Hook:
 def bf16() -> Hook:
     """Sends bfloat16.
 
-    Bytes a rank sends each step for a parameter of n elements at world size W: ``4 n (W-1)/W``. Error of each
-    element of the average: two roundings to nearest, of at most 2^-8 of the value. The range is float32's.
+    Bytes a rank sends each step for a parameter of n elements at world size W: ``4 n (W-1)/W``. Error: as
+    ``fp16``, with 2^-8 in the place of 2^-11, and over the range of float32.
     """
     return Compressed(Cast(torch.bfloat16))
 
@@ -171,8 +172,8 @@ def with_error_feedback(compressor: Compressor | Hook) -> Hook:
 
     Works over ``fp16()``, ``bf16()``, or a compressor of one's own. Bytes are the compressor's. A step has
     the compressor's error; the mean over many steps is exact, to the precision of float32 (or float64).
-    What is remembered takes as much memory as the gradients, more while a step lasts, and is not saved with
-    the model.
+    What is remembered takes the memory of a set of gradients (in float32 or wider), twice that while a step
+    lasts, and is not saved with the model.
     """
     if isinstance(compressor, Compressed):
         compressor = compressor.compressor
