@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ _UNUSUAL = timedelta(seconds=2)
 _AGAIN = timedelta(seconds=1)
 
 
+@runtime_checkable
 class Pending(Protocol):
     """One launched, unfinished reduction."""
 

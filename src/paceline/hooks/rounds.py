@@ -102,11 +102,11 @@ class Round:
     def _resume(self, value: Any) -> None:
         self._in_flight = None
         try:
-            pending = self._reduction.send(value)
+            pending: object = self._reduction.send(value)
         except StopIteration as stop:
             self._result = stop.value
             return
-        if not hasattr(pending, "wait"):
+        if not isinstance(pending, Pending):
             self._reduction.close()
             raise HookError(f"a hook yields what is in flight (hook: {self._name}, got: {pending!r})")
         self._in_flight = pending
