@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, hooks
 from paceline.errors import HookError, PeerError, StalledError, StepError
 from paceline.testing import RankPool, run_ranks
 
@@ -251,6 +252,51 @@ def bad_hook_on_one(rank: int, mistake: str) -> None:
 @pytest.mark.parametrize("mistake", ["size", "dtype", "none", "fails"])
 def test_a_hooks_mistake_on_one_rank(mistake: str) -> None:
     run_ranks(bad_hook_on_one, args=(mistake,), timeout=15.0)
+
+
+HOOKS: dict[str, Any] = {
+    "torch": lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+    "ours": lambda: (None, hooks.int8()),
+    "several rounds": lambda: (None, hooks.power_sgd(start_step=0)),
+}
+
+
+def raises_with_a_hook(rank: int, kind: str, where: str, alone: bool) -> str:
+    others = distributed.new_group()
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-5)
+    ddp.register_comm_hook(*HOOKS[kind]())
+    for _ in range(4):
+        ddp(rank + 1.0).backward()
+    error = KeyError("the reason") if rank == 1 else None
+    said = ""
+    try:
+        if rank == 1 or not alone:
+            ddp(rank + 1.0, where, error).backward()
+    except (KeyError, PeerError) as raised:
+        said = f"{type(raised).__name__}: {raised}"
+    # Only when everyone is here does rank 1 call forward again.
+    distributed.barrier(others)
+    if alone and rank != 1:
+        with pytest.raises(PeerError):
+            ddp(rank + 1.0).backward()
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rank + 1.0).backward()
+    assert ddp.module.first.grad is not None
+    return said
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_with_a_hook_the_others_hear_of_an_exception_at_once(ranks: RankPool, kind: str, where: str) -> None:
+    said = ranks.run(raises_with_a_hook, kind, where, False)
+    assert said.pop(1).startswith("KeyError")
+    assert all(each.startswith("PeerError: rank 1 raised") for each in said)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_with_a_hook_an_exception_does_not_wait_for_others_who_never_come(pair: RankPool, kind: str) -> None:
+    assert pair.run(raises_with_a_hook, kind, "forward", True)[1].startswith("KeyError")
 
 
 class HookOnAGroup(BadHook):

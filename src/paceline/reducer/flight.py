@@ -1,6 +1,8 @@
 """One step's buckets on their way: launched, landed, with the waybill in the last or beside it."""
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,7 +13,14 @@ from paceline.hooks.exchange import Bucket, Exchange
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.times import Times
-from paceline.reducer.waybill import Outcome, Report, Summary
+from paceline.reducer.waybill import RAISED, Outcome, Report, Summary
+
+# So many seconds the others are waited for by a rank that has an exception to raise.
+_PATIENCE = 5.0
+
+
+class _UnheardError(StepError):
+    """The other ranks have not come to where this one gave up."""
 
 
 class Flight:
@@ -44,7 +53,8 @@ class Flight:
         self._times = times
         self._outcome = Outcome.FINE
         self.broken: str | None = None
-        self._owes_waybill = False
+        self._deadline = math.inf
+        self._waybill: Pending | None = None
         self.pending: dict[int, Pending] = {}
 
     def launch(self, number: int, report: Callable[[], Report] = Report) -> None:
@@ -81,14 +91,26 @@ class Flight:
                 pending.wait(unusual)
 
     def launch_nothing(self, outcome: Outcome) -> None:
-        """Send zeros for every bucket that has not left, with word of why."""
+        """Send zeros for every bucket that has not left, with word of why.
+
+        A hook may need several rounds, for each of which it must hear the other ranks. They are waited for,
+        but not for long: an exception is on its way here. What is left then is for the next forward.
+        """
         self._outcome = outcome
+        if self._exchange.carries_waybill:
+            self._launch_rest()
+            return
+        self._deadline = time.monotonic() + _PATIENCE
+        with contextlib.suppress(_UnheardError):
+            self.settle()
+        self._deadline = math.inf
+
+    def _launch_rest(self) -> None:
         for number, bucket in enumerate(self._fleet.buckets):
             if number not in self.pending:
                 bucket.zero()
                 self.make_room()
                 self.launch(number)
-        self._owes_waybill = not self._exchange.carries_waybill
 
     def land_all(self, *, hand_out: bool) -> HookError | None:
         """Wait for every bucket; a hook's mistake is returned, so that the other ranks can be told of it."""
@@ -120,13 +142,13 @@ class Flight:
         """Wait for what is left of a step that was lost: its storage is needed again."""
         if self.broken is not None:
             self._refuse_to_go_on()
+        if self._outcome in RAISED:
+            self._launch_rest()
         for number, pending in self.pending.items():
             # A hook's mistake was told when it was made.
-            with (
-                contextlib.nullcontext() if self._exchange.carries_waybill else contextlib.suppress(Exception)
-            ):
+            with contextlib.suppress(HookError):
                 self._land(self._fleet.buckets[number], number, pending)
-        if self._owes_waybill:
+        if self._outcome in RAISED and not self._exchange.carries_waybill:
             self._exchange_waybill(Report)
 
     def _write_waybill(self, report: Callable[[], Report]) -> None:
@@ -134,10 +156,12 @@ class Flight:
         self._fleet.waybill.write(self._fleet.tail, self._group.rank, written)
 
     def _exchange_waybill(self, report: Callable[[], Report]) -> None:
-        self._write_waybill(report)
+        if self._waybill is None:
+            self._write_waybill(report)
+            self._waybill = self._group.all_reduce(self._fleet.tail)
         carrier = self._fleet.plan.carrier
         with self._naming(self._fleet.buckets[carrier], carrier) as unusual:
-            self._group.all_reduce(self._fleet.tail).wait(unusual)
+            self._waybill.wait(unusual)
 
     def _land(self, bucket: Bucket, number: int, pending: Pending) -> None:
         with self._naming(bucket, number) as unusual:
@@ -155,6 +179,8 @@ class Flight:
 
     def _look_around(self, number: int) -> None:
         """A wait takes long: say so, and see whether another rank has left."""
+        if time.monotonic() > self._deadline:
+            raise _UnheardError
         roll_call = self._group.roll_call
         roll_call.post(self._step, number)
         for rank in roll_call.broken(self._step):
@@ -190,7 +216,7 @@ class Flight:
 def _leaving_errors_to_the_landing() -> Iterator[None]:
     try:
         yield
-    except (PeerError, StalledError):
+    except (PeerError, StalledError, _UnheardError):
         raise
     except Exception:  # noqa: S110  # a hook's future raises it again when it is landed
         pass

@@ -27,7 +27,7 @@ class Outcome(IntEnum):
     EXHAUSTED = 3
 
 
-_RAISED = (Outcome.RAISED_IN_FORWARD, Outcome.RAISED_IN_BACKWARD)
+RAISED = (Outcome.RAISED_IN_FORWARD, Outcome.RAISED_IN_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Waybill:
             late=[bucket for bucket in range(self._buckets) if few[bucket]],
             thawed=few[flags] > 0,
             buffers_changed=few[flags + 1] > 0,
-            raised={rank: outcome for rank, outcome in outcomes.items() if outcome in _RAISED},
+            raised={rank: outcome for rank, outcome in outcomes.items() if outcome in RAISED},
             exhausted=[rank for rank, outcome in outcomes.items() if outcome is Outcome.EXHAUSTED],
             weights=self._read_weights(status, few[self._weights - self._slots :]),
             order=self._read_order(sums[self._order :]),
