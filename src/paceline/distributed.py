@@ -15,15 +15,14 @@ from paceline.buckets.plan import BucketCaps
 from paceline.comm import group as groups
 from paceline.comm import rpc
 from paceline.comm.group import Group
-from paceline.comm.joining import Join, Joinable, leave
+from paceline.comm.joining import Joinable
 from paceline.comm.verify import check_same
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.comm_hook import CommHook, check_hook
 from paceline.hooks.exchange import LowPrecisionAverage
 from paceline.hooks.hook import Hook
 from paceline.hooks.rounds import Rounds, rounds_of
-from paceline.join.attendance import attend
-from paceline.join.shadow import Shadow
+from paceline.join.uneven import UnevenInputs
 from paceline.module_state import parameters as state
 from paceline.module_state.admission import check_module, refuse_uninitialised
 from paceline.module_state.broadcast import broadcast_state
@@ -44,7 +43,7 @@ from paceline.tracing import reduces_in_graph, untraced, untraced_with_calls
 M = TypeVar("M", bound=nn.Module)
 
 
-class DistributedDataParallel(TorchSurface):
+class DistributedDataParallel(UnevenInputs, TorchSurface):
     """Wraps a module so that every rank's backward leaves the gradients averaged over all ranks.
 
     No flag is needed for parameters that are unused on some ranks or all, frozen or thawed after wrapping,
@@ -130,8 +129,6 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self.static_graph = False
         self.require_forward_param_sync = True
-        self._buffer_source = 0
-        self._divides_by_all = True
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, groups.first_bucket_bytes())
         self._rebuild_plan = rebuild_plan
@@ -169,7 +166,7 @@ class DistributedDataParallel(TorchSurface):
         if self._syncs_now():
             self._stats.begin_forward()
         if self._join_config.enable:
-            self._attend()
+            self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
             if not self.reducer.step:
                 self.reducer.in_backward.look()
@@ -179,15 +176,6 @@ class DistributedDataParallel(TorchSurface):
         if self.device_ids:
             inputs, kwargs = tree.map_leaves(self._send, (inputs, kwargs))
         return inputs, kwargs
-
-    def _attend(self) -> None:
-        """Under join: hear which ranks have inputs left."""
-        if (told := Join.notify_join_context(self)) is not None:
-            told.wait()
-        attendance = attend(self._group, self.device, active=True, synced=self._syncs_now())
-        self._buffer_source = attendance.authority
-        if not self._divides_by_all:
-            self.reducer.ranks = len(attendance.active)
 
     @untraced
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -264,44 +252,6 @@ class DistributedDataParallel(TorchSurface):
                 self._group, source=self._buffer_source, bytes_at_once=self.broadcast_bucket_size
             )
         )
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train in here with inputs that run out on some ranks before others.
-
-        A rank without inputs takes part in the others' collectives with nothing; at the end every rank has
-        the model of one that had inputs to the last. Each synced forward needs its backward.
-
-        Args:
-            divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
-                counts the same; if not, by the number of those that still have inputs.
-            enable: off for inputs known to be even; then nothing is told between the ranks.
-            throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> Shadow:
-        """What torch's join context manager calls on a rank without inputs."""
-        self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._stats.joins_uneven_inputs = True
-        return Shadow(self)
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Make every rank's model that of the last rank which had inputs."""
-        last = attend(self._group, self.device, active=is_last_joiner, synced=False)
-        self._authoritative_rank = last.authority
-        self._buffer_source = 0
-        self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
-        leave(self)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer.

@@ -342,16 +342,6 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         """Outputs of several devices joined on one."""
         return gather(outputs, output_device, dim=self.dim)
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the collectives of torch's join context."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group for the collectives of torch's join context."""
-        return self.process_group
-
 
 def _traced_forward(self: TorchSurface, *inputs: Any, **kwargs: Any) -> Any:
     return self.module(*inputs, **kwargs)

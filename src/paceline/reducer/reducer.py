@@ -11,7 +11,7 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
-from paceline.errors import OptionError, StepError, UnsupportedError, WeightsError
+from paceline.errors import StepError, UnsupportedError
 from paceline.hooks.exchange import Average, Exchange
 from paceline.hooks.in_backward import InBackward
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
+from paceline.reducer.accumulation import Accumulation
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
@@ -36,7 +37,6 @@ from paceline.reducer.step import BATCH, Means, Step
 from paceline.reducer.strict import Strict
 from paceline.reducer.times import Times
 from paceline.reducer.waybill import Outcome, Summary, Waybill
-from paceline.reducer.weights import Weights
 from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
 
@@ -108,11 +108,10 @@ class Reducer:
         self._as_views = as_views
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
-        self._accumulated = bytearray(len(slots))
+        self._accumulation = Accumulation(parameters)
         self._own_grads: list[Tensor | None] | None = None
         self._step: Step | None = None
         self._given_up: Flight | None = None
-        self._weights = Weights(parameters)
         self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
         self._lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]] = _nothing_lent
         self.remote = RemoteGrads(self, slots, self._whole)
@@ -160,10 +159,10 @@ class Reducer:
                 self._backward = current_backward()
                 self._phase = Phase.ACCUMULATING
                 if self.weighed:
-                    self._weights.begin()
+                    self._accumulation.weights.begin()
             if synced and self._phase is Phase.ACCUMULATING:
                 self._start_step()
-            self._refuse_mixed_weights()
+            self._accumulation.refuse_mixed()
 
     def borrow(self, lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]]) -> None:
         """A backward of distributed autograd has begun: see Note [Lent gradients]."""
@@ -197,14 +196,9 @@ class Reducer:
             finally:
                 self.drop()
 
-    @contextlib.contextmanager
-    def weigh(self, weight: float) -> Iterator[None]:
+    def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
-        if self.weighed:
-            raise OptionError(f"a weight holds already (outer: {self._weights.now}, inner: {weight})")
-        self._check_accumulated()
-        with self._weights.hold(weight):
-            yield
+        return self._accumulation.weigh(weight)
 
     def use(self, exchange: Exchange) -> None:
         """Average by another exchange from now on."""
@@ -239,7 +233,7 @@ class Reducer:
                 self._own_grads = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
-            self._accumulated = bytearray(len(self.slots))
+            self._accumulation.clear()
             self._start_step()
             self._current.shadow()
             self.finish()
@@ -287,8 +281,7 @@ class Reducer:
             if self._phase is Phase.IDLE:
                 self.begin(synced=self.syncs)
             if self._phase is Phase.ACCUMULATING:
-                for slot in arrived:
-                    self._accumulated[slot] = True
+                self._accumulation.add(arrived)
                 return
             if self.strict is not None:
                 for slot in arrived:
@@ -303,7 +296,7 @@ class Reducer:
             self._means,
             number=self.step,
             ranks=self.ranks,
-            accumulated=self._accumulated,
+            accumulated=self._accumulation.slots,
             hold=not self.planner.learned or self._patient or self.lane.is_shared(self),
             patient=self._patient,
         )
@@ -316,7 +309,7 @@ class Reducer:
     @property
     def weighed(self) -> bool:
         """Whether contributions count by a weight."""
-        return self._weights.now is not None
+        return self._accumulation.weighed
 
     def _end(self) -> None:
         with self._lock:
@@ -342,7 +335,7 @@ class Reducer:
     def finish(self) -> None:
         """End the step: average the gradients, or raise and drop them."""
         with self._lock, torch.no_grad():
-            accumulated = self._accumulated
+            accumulated = self._accumulation.slots
             try:
                 with self._lend() as arrived:
                     self._arrivals.noted.extend(self.parameters[slot] for slot in arrived)
@@ -350,7 +343,7 @@ class Reducer:
                     self._learn(self._current.finalise())
                     self.in_backward.step()
                 if self._lend is not _nothing_lent:
-                    self._accumulated = accumulated
+                    self._accumulation.slots = accumulated
             except BaseException:
                 self.drop()
                 raise
@@ -373,7 +366,7 @@ class Reducer:
         self._buffers.learn(changed=summary.buffers_changed)
         while self._awaited:
             self._awaited.pop().wait()
-        self._accumulated = bytearray(len(self.slots))
+        self._accumulation.clear()
         self.ranks = self.group.size
         self.step += 1
 
@@ -385,8 +378,7 @@ class Reducer:
             bucket.reset()
         for slot in self.planner.order:
             self.parameters[slot].grad = None
-        self._accumulated = bytearray(len(self.slots))
-        self._weights.reset()
+        self._accumulation.drop()
         if self.precision is not None:
             self.precision.restore()
         self.ranks = self.group.size
@@ -399,26 +391,6 @@ class Reducer:
         if self._given_up is not None:
             self._given_up.settle()
             self._given_up = None
-
-    def _refuse_mixed_weights(self) -> None:
-        if self._weights.carries and not self.weighed:
-            raise WeightsError("earlier passes were weighed and this one is not; weigh every pass, or none")
-
-    def _check_accumulated(self) -> None:
-        """Forget passes whose gradients were cleared; refuse to go on from others without a weight."""
-        if self._weights.carries:
-            cleared = self._weights.were_cleared()
-        else:
-            cleared = not any(map(self._has_accumulated, range(len(self.slots))))
-        if cleared:
-            self._accumulated = bytearray(len(self.slots))
-            self._weights.reset()
-        if any(self._accumulated) and not self._weights.carries:
-            raise OptionError("gradients were accumulated without a weight; weigh every pass, or none")
-
-    def _has_accumulated(self, slot: int) -> bool:
-        grad = self.parameters[slot].grad
-        return bool(self._accumulated[slot] and grad is not None and grad.any())
 
     def _lay_out(self) -> None:
         """Make the plan's buckets; their storage comes when it is first needed."""
@@ -446,7 +418,7 @@ class Reducer:
             ledger=self.ledger,
             exchange=self.exchange,
             group=self.group,
-            weights=self._weights,
+            weights=self._accumulation.weights,
             buffers=self._buffers,
             precision=self.precision,
             times=self.times,

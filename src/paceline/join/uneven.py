@@ -1,0 +1,116 @@
+"""What a wrapper is to torch's join context manager, with inputs and when they have run out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.joining import Join, Joinable, JoinHook, leave
+from paceline.join.attendance import attend
+from paceline.reducer.reducer import Reducer
+from paceline.reducer.stats import Stats
+
+
+class Shadow(JoinHook):
+    """Answers, for one wrapper, torch's join context manager.
+
+    Args:
+        wrapper: the wrapper.
+    """
+
+    def __init__(self, wrapper: "UnevenInputs") -> None:
+        self._wrapper = wrapper
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Issue the collectives of one step of the ranks that have inputs, in their order."""
+        wrapper = self._wrapper
+        attendance = attend(wrapper._group, wrapper.device, active=False, synced=False)
+        wrapper._buffer_source = attendance.authority
+        wrapper.reducer.prepare()
+        if wrapper._check_sync_bufs_pre_fwd() or wrapper._check_sync_bufs_post_fwd():
+            wrapper._sync_buffers()
+        wrapper.require_forward_param_sync = attendance.synced
+        if attendance.synced:
+            wrapper.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank is exhausted: all take over the model of one that was so last."""
+        self._wrapper.reducer.end_shadows()
+        self._wrapper._sync_final_model(is_last_joiner)
+
+
+class UnevenInputs(Joinable):
+    """A wrapper's part in training with inputs that run out on some ranks before others."""
+
+    device: torch.device
+    process_group: Any
+    reducer: Reducer
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    _group: Group
+    _stats: Stats
+    _check_sync_bufs_pre_fwd: Callable[[], bool]
+    _check_sync_bufs_post_fwd: Callable[[], bool]
+    _sync_buffers: Callable[[], None]
+    _broadcast_state: Callable[..., None]
+    _buffer_source = 0
+    _divides_by_all = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train in here with inputs that run out on some ranks before others.
+
+        A rank without inputs takes part in the others' collectives with nothing; at the end every rank has
+        the model of one that had inputs to the last. Each synced forward needs its backward.
+
+        Args:
+            divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
+                counts the same; if not, by the number of those that still have inputs.
+            enable: off for inputs known to be even; then nothing is told between the ranks.
+            throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """What torch's join context manager calls on a rank without inputs."""
+        self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._stats.joins_uneven_inputs = True
+        return Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the collectives of torch's join context."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group for the collectives of torch's join context."""
+        return self.process_group
+
+    def _attend(self, *, synced: bool) -> None:
+        """Hear which ranks have inputs left, at the start of a forward."""
+        if (told := Join.notify_join_context(self)) is not None:
+            told.wait()
+        attendance = attend(self._group, self.device, active=True, synced=synced)
+        self._buffer_source = attendance.authority
+        if not self._divides_by_all:
+            self.reducer.ranks = len(attendance.active)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Make every rank's model that of the last rank which had inputs."""
+        last = attend(self._group, self.device, active=is_last_joiner, synced=False)
+        self._authoritative_rank = last.authority
+        self._buffer_source = 0
+        self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
+        leave(self)
