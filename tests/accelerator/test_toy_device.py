@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.parallel
-from torch import nn
+from torch import distributed, nn
 
 import paceline
 from paceline.nn import parallel
@@ -317,6 +317,35 @@ def an_input_on_another_device_than_the_module_names_the_replica() -> None:
     with pytest.raises(RuntimeError, match=r"in replica 1 on device 0[\s\S]+same device"):
         paceline.parallel_apply(modules, inputs, devices=[0, 0])
     assert len(paceline.parallel_apply(modules, [inputs[0]] * 2)) == 2
+
+
+class SeesDevices(nn.Linear):
+    def forward(self, nest: dict[str, list[torch.Tensor]], *, scale: torch.Tensor, note: str) -> torch.Tensor:
+        self.seen = [nest["x"][0].device, scale.device, note]
+        return super().forward(nest["x"][0]) * scale
+
+
+@on_toy
+def arguments_of_a_distributed_wrapper_go_to_its_device_as_torchs_do() -> None:
+    device = toy.register()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    x, scale = torch.ones(4, 3), torch.ones(())
+    for implementation in (torch.nn.parallel, parallel):
+        module = SeesDevices(3, 2).to("toy:1")
+        ddp = implementation.DistributedDataParallel(module, device_ids=[1], init_sync=False)
+        with torch.no_grad():
+            before = len(device.events)
+            output = ddp({"x": [x]}, scale=scale, note="kept")
+        assert module.seen == [torch.device("toy", 1), torch.device("toy", 1), "kept"]
+        assert output.device == torch.device("toy", 1)
+        copies = [event.stream for event in device.events[before:] if event.what == "copy"]
+        assert len(copies) == 2
+        # torch has side streams for its own devices only.
+        assert implementation is torch.nn.parallel or device.current_stream(1) not in copies
+        ((moved,),), (keywords,) = ddp.to_kwargs((x,), {"k": [scale]}, 0)
+        assert moved.device == keywords["k"][0].device == torch.device("toy", 0)
+        del ddp
+    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)), ids=[body.__name__ for body in BODIES])

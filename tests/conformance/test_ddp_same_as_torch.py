@@ -108,6 +108,30 @@ def all_reduce(ddp: Any) -> None:
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
+def noop(_: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages nothing: ranks go their own ways."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def encode_and_decode(_: object, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    encoded = bucket.buffer().bfloat16().div_(2)
+
+    def decode(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return future.value()[0].to(bucket.buffer().dtype)
+
+    return distributed.all_reduce(encoded, async_op=True).get_future().then(decode)
+
+
+def no_average(ddp: Any) -> None:
+    ddp.register_comm_hook(None, noop)
+
+
+def encoded(ddp: Any) -> None:
+    ddp.register_comm_hook(None, encode_and_decode)
+
+
 def builtin_fp16(ddp: Any) -> None:
     ddp._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
 
@@ -167,6 +191,8 @@ SCRIPTS: dict[str, Script] = {
     "fp16 hook": Script(prepare=fp16),
     "fp16 hook, small buckets": Script(prepare=fp16, options=SMALL),
     "fp16 hook, views": Script(prepare=fp16, options={"gradient_as_bucket_view": True}),
+    "hook that averages nothing": Script(prepare=no_average),
+    "hook that encodes and decodes": Script(prepare=encoded),
     "built-in hook": Script(prepare=builtin),
     "built-in fp16 hook": Script(prepare=builtin_fp16),
     "PowerSGD": Script(prepare=power_sgd),

@@ -315,6 +315,24 @@ def test_an_early_end_raises_on_every_rank_and_leaves_a_clean_state(pair: RankPo
     assert "Detected at least one rank that exhausted inputs." in second
 
 
+def final_model(rank: int) -> None:
+    """Each rank steps as long as it has inputs, so that their parameters drift apart."""
+    ddp = make()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    with ddp.join():
+        for step in range(steps(rank)):
+            optimizer.zero_grad()
+            ddp(inputs(rank, step)).backward()
+            optimizer.step()
+    want = -sum(mean(step) for step in range(steps(distributed.get_world_size() - 1)))
+    assert ddp.module.weight.tolist() == pytest.approx([want] * 3)
+    assert_equal_models(ddp)
+
+
+def test_every_rank_ends_with_the_model_of_the_last_that_had_inputs(ranks: RankPool) -> None:
+    ranks.run(final_model)
+
+
 def off(rank: int) -> None:
     ddp = make()
     with ddp.join(enable=False):

@@ -95,6 +95,26 @@ def test_gradients_are_the_mean_of_those_computed_low(
     pair.run(averaged, view, low, reduce)
 
 
+def memory(rank: int) -> None:
+    """Bytes behind the low-precision copies, between forward and backward and outside a step."""
+    net = nn.Linear(4, 3, bias=False)
+    ddp = DistributedDataParallel(net, mixed_precision=policy(torch.float16))
+    full = net.weight.data_ptr()
+    for step in range(2):
+        assert net.weight._mp_param.untyped_storage().size() == 0
+        loss = ddp(rows(rank, step)).sum()
+        assert net.weight.data_ptr() == net.weight._mp_param.data_ptr() != full
+        assert net.weight._mp_param.untyped_storage().size() == 2 * net.weight.numel()
+        assert net.weight._fp_param.data_ptr() == full
+        loss.backward()
+        assert net.weight.data_ptr() == full
+    assert net.weight._mp_param.untyped_storage().size() == 0
+
+
+def test_low_precision_copies_take_memory_only_for_a_step(pair: RankPool) -> None:
+    pair.run(memory)
+
+
 def small_gradients(rank: int) -> None:
     """Half of the smallest float16 is zero: dividing before the sum would lose it."""
     net = nn.Linear(1, 1, bias=False)
