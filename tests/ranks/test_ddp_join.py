@@ -237,6 +237,24 @@ def test_shadows_take_part_in_buffer_syncs(ranks: RankPool, way: str) -> None:
     ranks.run(with_buffers, way)
 
 
+def outlasted(rank: int) -> None:
+    """The higher a rank, the sooner it is exhausted, so that another rank's buffers count each time."""
+    ddp = make()
+    last = distributed.get_world_size() - 1
+    before = 0.0
+    with ddp.join():
+        for step in range(1 + 2 * (last - rank)):
+            ddp(inputs(rank, step)).backward()
+            assert float(ddp.module.seen) == before + 3 * value(rank, step)
+            before += 3 * value(last - (step + 2) // 2, step)  # of the highest rank that goes on
+    assert_equal_models(ddp)
+    assert ddp._authoritative_rank == 0
+
+
+def test_buffers_are_those_of_a_rank_that_still_has_inputs(ranks: RankPool) -> None:
+    ranks.run(outlasted)
+
+
 def in_backward(rank: int) -> None:
     ddp = make()
     _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.5, "momentum": 0.5})
