@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler
+from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool, run_ranks
@@ -44,6 +45,30 @@ def each_step(rank: int, steps: int) -> list[dict[str, int]]:
 def test_a_step_is_one_reduction_a_bucket_whatever_each_rank_uses(pool: RankPool) -> None:
     # The first step teaches the plan, the second adopts it: no collective is added for either.
     assert pool.run(each_step, 4) == [[{"gloo:all_reduce": 1}] * 4] * 2
+
+
+class Recomputed(nn.Module):
+    """The first gradients of a backward arrive in inner ones, of re-entrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+def each_recomputed_step(_: int) -> list[dict[str, int]]:
+    ddp = DistributedDataParallel(Recomputed())
+    return [dict(collectives(lambda: step(ddp))) for _ in range(4)]
+
+
+def test_a_step_ends_with_the_outermost_backward(pool: RankPool) -> None:
+    assert pool.run(each_recomputed_step) == [[{"gloo:all_reduce": 1}] * 4] * 2
 
 
 def each_weighed_step(rank: int) -> list[dict[str, int]]:
