@@ -28,6 +28,7 @@ from paceline.module_state.admission import check_module, refuse_uninitialised
 from paceline.module_state.broadcast import broadcast_state
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
+from paceline.observe.environment import log_environment
 from paceline.options import CapOptions, buffer_options, strict_mode
 from paceline.reducer.autograd_hooks import current_backward, mark
 from paceline.reducer.planner import Planner
@@ -137,6 +138,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and does nothing", FutureWarning, stacklevel=2)
         self._group = Group(self.process_group)
+        log_environment(f"rank {self._group.rank} wraps {type(module).__name__}")
         state.refuse_shards(self._slots, self._group)
         self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:

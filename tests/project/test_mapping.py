@@ -151,7 +151,7 @@ def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
 
 
 RIGHT = (
-    "| `join` | job | `distributed.py::DistributedDataParallel.join` "
+    "| `join` | job | `join/uneven.py::UnevenInputs.join` "
     "| `tests/ranks/test_ddp_join.py::test_join_can_be_switched_off` |"
 )
 
@@ -160,13 +160,13 @@ RIGHT = (
     ("before", "after", "complaint"),
     [
         ("", "", None),
-        ("distributed.py", "attic.py", "there is no attic.py::DistributedDataParallel.join in paceline"),
-        (".join`", ".joint`", "there is no distributed.py::DistributedDataParallel.joint in paceline"),
+        ("uneven.py", "attic.py", "there is no join/attic.py::UnevenInputs.join in paceline"),
+        (".join`", ".joint`", "there is no join/uneven.py::UnevenInputs.joint in paceline"),
         ("test_ddp_join.py", "test_attic.py", "there is no test tests/ranks/test_attic.py::test_join_can"),
         ("_switched_off", "_switched_on", "there is no test tests/ranks/test_ddp_join.py::test_join_can_be_"),
         ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/test_ddp_join"),
         ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/test_ddp_join.py::in"),
-        ("`distributed.py::DistributedDataParallel.join`", "somewhere", "a row needs a name, a place and"),
+        ("`join/uneven.py::UnevenInputs.join`", "somewhere", "a row needs a name, a place and"),
         ("| job ", "", "a row needs a name, a place and a test"),
         ("`join`", "`joint`", "no row for join under 'Join'"),
     ],

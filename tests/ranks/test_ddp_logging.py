@@ -1,5 +1,7 @@
 """The logging data: torch's keys, and torch's values where they do not depend on the clock."""
 
+import logging
+import os
 from typing import Any
 
 import pytest
@@ -185,3 +187,36 @@ def test_a_step_that_failed_is_in_the_data_of_each_rank() -> None:
         assert refused is not None
         assert has_error == 1, f"rank {rank}"
         assert error
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def environment(rank: int, level: int) -> list[str]:
+    kept, log = Kept(), logging.getLogger("paceline")
+    log.addHandler(kept)
+    before = log.level
+    log.setLevel(level)
+    os.environ["NCCL_SOCKET_IFNAME"] = f"eth{rank}"
+    os.environ["UNRELATED"] = "secret"
+    try:
+        DistributedDataParallel(nn.Linear(1, 1))
+    finally:
+        log.setLevel(before)
+        log.removeHandler(kept)
+        del os.environ["NCCL_SOCKET_IFNAME"], os.environ["UNRELATED"]
+    return kept.texts
+
+
+def test_the_environment_is_logged_at_debug_level(pair: RankPool) -> None:
+    assert pair.run(environment, logging.INFO) == [[], []]
+    for rank, (text,) in enumerate(pair.run(environment, logging.DEBUG)):
+        assert f"rank {rank} wraps Linear" in text
+        assert f"NCCL_SOCKET_IFNAME=eth{rank}" in text
+        assert "secret" not in text
