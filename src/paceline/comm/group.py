@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.pending import Pending, WorkPending
+from paceline.comm.pending import Pending, SegmentsPending, WorkPending
 from paceline.comm.roll_call import RollCall
 from paceline.errors import OptionError, WrapError
 
+# Long messages of bytes travel in segments. Sent whole in both directions at once, acknowledgements wait
+# behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in segments 220, as long as the
+# wire needs.
+_SEGMENT_BYTES = 256 * 1024
 # Wrappers on one group tell each other apart by the order in which they were made, the same on every rank.
 _members: dict[str, "itertools.count[int]"] = {}
 
@@ -66,13 +70,20 @@ class Group:
 
     def all_gather(self, row: Tensor) -> Pending:
         """Begin to fetch every rank's row, a tensor of one row, in the order of the ranks."""
-        rows = row.new_empty((self.size, *row.shape[1:]))
+        return SegmentsPending([self._gather(segment) for segment in row.split(_SEGMENT_BYTES, dim=1)])
+
+    def _gather(self, row: Tensor) -> Pending:
+        rows = row.new_empty((self.size, row.shape[1]))
         return WorkPending(self.process_group._allgather_base(rows, row.contiguous()), rows)
 
     def all_to_all(self, rows: Tensor) -> Pending:
         """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
+        return SegmentsPending([self._spread(segment) for segment in rows.split(_SEGMENT_BYTES, dim=1)])
+
+    def _spread(self, rows: Tensor) -> Pending:
+        rows = rows.contiguous()
         received = torch.empty_like(rows)
-        return WorkPending(self.process_group.alltoall_base(received, rows.contiguous(), [], []), received)
+        return WorkPending(self.process_group.alltoall_base(received, rows, [], []), received)
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""

@@ -1,7 +1,7 @@
 """Launched, unfinished reductions: what is in flight has a type and an owner."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,21 @@ class WorkPending:
     def done(self) -> bool:
         """Whether the tensor holds the result."""
         return bool(self._work.is_completed())
+
+
+class SegmentsPending:
+    """The segments of one message of rows, each in flight by itself."""
+
+    def __init__(self, segments: Sequence[Pending]) -> None:
+        self._segments = segments
+
+    def wait(self, unusual: Callable[[], None]) -> Tensor:
+        """Wait for all; returns the rows put together again."""
+        return torch.cat([segment.wait(unusual) for segment in self._segments], dim=1)
+
+    def done(self) -> bool:
+        """Whether all are there."""
+        return all(segment.done() for segment in self._segments)
 
 
 class FuturePending:
