@@ -357,7 +357,12 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self.output_device = dev.resolve(output).index
 
     def _start_equal(self, *, buffers: bool) -> None:
-        options = [("the bucket caps", repr(self._caps.sizes)), ("rebuild_plan", repr(self._rebuild_plan))]
+        options = [
+            ("the bucket caps", repr(self._caps.sizes)),
+            ("rebuild_plan", repr(self._rebuild_plan)),
+            ("delayed parameters", repr(self._delayed)),
+            ("mixed precision", repr(self.mixed_precision)),
+        ]
         check_same(self._group, state.describe(self._slots), options, self.device)
         self._broadcast_state(source=0, buffers=buffers)
 

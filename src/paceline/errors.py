@@ -19,6 +19,7 @@
     │   ├── PeerError                        another rank raised; names it
     │   ├── StalledError                     a reduction that did not end; names who is missing
     │   ├── HookError                        a communication hook's mistake
+    │   │   └── BrokenHookError              one made between two of the hook's collectives
     │   ├── WeightsError                     contributions weighed on some ranks only
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
@@ -113,6 +114,10 @@ class StalledError(StepError):
 
 class HookError(StepError):
     """A communication hook made a mistake; the message says what it returned and what is wanted."""
+
+
+class BrokenHookError(HookError):
+    """A communication hook raised between two of its collectives, so that other ranks wait for the next."""
 
 
 class WeightsError(StepError):

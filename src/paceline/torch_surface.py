@@ -218,6 +218,8 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def _register_accum_grad_hook(self) -> None:
         """Leave the averaging to hooks that compiled autograd can trace, and the forward to the module."""
+        if self.reducer.precision is not None:
+            raise OptionError("mixed precision and reductions in a compiled graph exclude each other")
         self.reducer.detach()
         reduce = traced_reduction(self.reducer)
         self._accum_grad_hooks = [
@@ -298,6 +300,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             self._refuse_foreign(optim_params)
         try:
             overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
+            self.reducer.weighs = False  # the optimizer would step on sums that are not divided yet
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{optim.__name__} does not support overlapped DDP, only stepping after backward"

@@ -89,10 +89,10 @@ class FuturePending:
                 patience = _AGAIN
         try:
             return self._future.wait()
-        except RuntimeError as error:
-            if _is_from_a_callback(str(error)):
-                raise HookError(f"a communication hook's callback raised ({error})") from error
-            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not _is_from_a_callback(str(error)):
+                raise
+            raise HookError(f"a communication hook's future failed ({error!r})") from error
 
     def done(self) -> bool:
         """Whether the hook's result is there."""

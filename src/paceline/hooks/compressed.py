@@ -90,8 +90,10 @@ class Compressed(Hook):
         mean = self._mean(received, part, dtype)
         reply = self.compressor.encode(mean.unsqueeze(0))
         if lost is not None:
-            # The second loss is known to this rank alone, which is one of many the next time.
-            lost[group.rank].add_(mean - self._decode(reply, part, dtype)[0], alpha=group.size)
+            if self._memory is not None and not self._memory.weighed:
+                # The second loss is known to this rank alone, which is one of many the next time. Under
+                # weights it is that of everyone's contributions, of which this rank's weight is no measure.
+                lost[group.rank].add_(mean - self._decode(reply, part, dtype)[0], alpha=group.size)
             lost = lost.view(-1)[:numel]
         replies = yield group.all_gather(reply)
         return self._decode(replies, part, dtype).reshape(-1)[:numel], lost
@@ -102,11 +104,14 @@ class Compressed(Hook):
         return rows - self._decode(messages, rows.shape[1], rows.dtype)
 
     def _mean(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        share = 1 / len(
+            messages
+        )  # taken before they are added, lest the sum overflows where the mean does not
         first, *others = messages.split(1)
-        total = self._decode(first, numel, dtype)[0]
+        mean = self._decode(first, numel, dtype)[0].mul_(share)
         for message in others:
-            total.add_(self._decode(message, numel, dtype)[0])
-        return total.div_(len(messages))
+            mean.add_(self._decode(message, numel, dtype)[0], alpha=share)
+        return mean
 
     def _decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return self.compressor.decode(messages, numel, dtype)

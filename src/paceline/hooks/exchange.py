@@ -30,10 +30,12 @@ class Exchange(ABC):
         gain: the sum over the ranks, divided by what comes back for it when nothing was multiplied.
         carries_waybill: whether what stands behind the gradients is added up over the ranks, exactly.
         serial: whether a bucket may leave only when the one before it has come back.
+        joins: whether it works under join, where some ranks have no inputs left.
     """
 
     carries_waybill = False
     serial = False
+    joins = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -55,8 +57,13 @@ class Exchange(ABC):
         """What gradients are multiplied by before they leave, when so many ranks count the same."""
         return 1.0
 
-    def begin(self, weight: float | None) -> None:  # noqa: B027  # most have nothing to remember
-        """A step begins; ``weight`` is what this rank's gradients are multiplied by, if it is to count."""
+    def begin(self, weight: float | None, ranks: int) -> None:  # noqa: B027  # most need not know
+        """A step begins.
+
+        Args:
+            weight: what this rank's gradients are multiplied by, if it is to count.
+            ranks: among how many ranks the sum is shared out.
+        """
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: B027  # as begin
         """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
@@ -103,6 +110,10 @@ class LowPrecisionAverage(Exchange):
         """The same among other ranks."""
         return LowPrecisionAverage(group)
 
+    def begin(self, weight: float | None, ranks: int) -> None:  # noqa: ARG002
+        """A step begins: note by what to divide."""
+        self.gain = float(ranks)
+
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:  # noqa: ARG002
         """Begin to add up."""
         return self._group.all_reduce(bucket.storage)
@@ -110,4 +121,4 @@ class LowPrecisionAverage(Exchange):
     def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:  # noqa: ARG002
         """Wait for the sum, and divide it."""
         pending.wait(unusual)
-        bucket.gradients.div_(self._group.size)
+        bucket.gradients.div_(self.gain)

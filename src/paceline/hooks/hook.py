@@ -28,9 +28,13 @@ class Hook(ABC):
     """Reduces buckets in rounds; hand one to ``register_comm_hook(None, hook)``.
 
     It may remember things from step to step, so each wrapper needs one of its own.
+
+    Attributes:
+        joins: whether it works under join, where some ranks have no inputs left.
     """
 
     _user: "weakref.ref[object] | None" = None
+    joins = True
 
     @property
     def name(self) -> str:
@@ -44,6 +48,9 @@ class Hook(ABC):
         The buffer holds this rank's gradients, undivided, and may be written to. How many collectives there
         are, and of which sizes, must be the same on every rank.
         """
+
+    def meet(self, group: Group) -> None:  # noqa: B027  # a hook need not care
+        """These are the ranks from now on."""
 
     def begin(self, weight: float | None) -> None:  # noqa: B027  # a hook need not care
         """A step begins; ``weight`` is what this rank's gradients have been multiplied by, if anything."""

@@ -13,6 +13,7 @@ from paceline.comm.group import Group
 from paceline.errors import HookError, OptionError
 from paceline.hooks.average import as_real, averaged
 from paceline.hooks.hook import Hook, Reduction
+from paceline.tensors.dtensor import local_of
 
 
 def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -> "PostLocalSGD":
@@ -45,6 +46,8 @@ def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -
 class PostLocalSGD(Hook):
     """See ``post_local_sgd``."""
 
+    joins = False  # ranks without inputs take no step after which they could average parameters
+
     def __init__(self, start_step: int, period: int, process_group: Any) -> None:
         if start_step < 0 or period < 1:
             raise OptionError(
@@ -58,9 +61,12 @@ class PostLocalSGD(Hook):
         self._step = 0
         self._alone = 0  # steps since the parameters were the same on all ranks
 
+    def meet(self, group: Group) -> None:
+        """These are the ranks from now on."""
+        self._group = group
+
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Average with all ranks, with some, or with none."""
-        self._group = group
         if self._step < self._start_step:
             return (yield from averaged(bucket.buffer(), group))
         if self._alone >= self._period:
@@ -91,9 +97,9 @@ class PostLocalSGD(Hook):
     @torch.no_grad()
     def average_now(self, parameters: Iterable[Tensor]) -> None:
         """Average parameters over all ranks, as at the end of training."""
-        if self._group is None:  # no step was taken among several ranks
+        if self._group is None:  # it is not registered
             return
-        kinds = groupby(sorted(parameters, key=_kind), key=_kind)
+        kinds = groupby(sorted(map(local_of, parameters), key=_kind), key=_kind)
         for tensors in [[*members] for _, members in kinds]:
             self._average(tensors, self._group)
         self._alone = 0

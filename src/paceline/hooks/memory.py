@@ -48,15 +48,21 @@ class Notes:
 
 
 class Memory:
-    """Losses, as parts of the gradient itself: under a weight they are multiplied by it like the gradient."""
+    """Losses, as parts of the gradient itself: under a weight they are multiplied by it like the gradient.
+
+    Attributes:
+        weighed: whether this step's gradients are multiplied by weights.
+    """
 
     def __init__(self) -> None:
         self.losses = Notes()
+        self.weighed = False
         self._weight = 1.0
 
     def begin(self, weight: float | None) -> None:
         """A step begins."""
         self.losses.begin()
+        self.weighed = weight is not None
         self._weight = 1.0 if weight is None else weight
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:

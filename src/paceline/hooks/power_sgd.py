@@ -137,8 +137,11 @@ class PowerSGD(Hook):
     def _keep_directions(self, parameter: Parameter, right: Tensor) -> None:
         # All ranks have the same to decide by. Others than finite ones would lead nowhere but to NaN.
         if right.isfinite().all():
-            # Of length 1, or products with tiny gradients would vanish.
-            self._directions.put(parameter, functional.normalize(right, dim=0))
+            # Of length 1, or products with tiny gradients would vanish. First brought near to it, because a
+            # length is made of squares.
+            largest = right.abs().amax(dim=0, keepdim=True)
+            near = right / torch.where(largest > 0, largest, 1)
+            self._directions.put(parameter, functional.normalize(near, dim=0))
 
 
 def _averages(lists: Sequence[Sequence[Tensor]], group: Group) -> Averages:

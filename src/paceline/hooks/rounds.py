@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import HookError, OptionError
+from paceline.errors import BrokenHookError, HookError, OptionError
 from paceline.hooks.comm_hook import check_result
 from paceline.hooks.exchange import Bucket, Exchange, Unusual
 from paceline.hooks.hook import Hook, Reduction
@@ -28,16 +28,21 @@ class Rounds(Exchange):
     def __init__(self, group: Group, hook: Hook) -> None:
         super().__init__(group)
         hook.claim(self)
+        hook.meet(group)
         self._hook = hook
+        self.joins = hook.joins
         self.name = hook.name
+        self._share = 1.0  # the average that is wanted, divided by that over all ranks
 
     def on(self, group: Group) -> "Rounds":
         """The same among other ranks; what the hook remembers stays."""
         self._hook.release()
         return Rounds(group, self._hook)
 
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: float | None, ranks: int) -> None:
         """Tell the hook of a new step."""
+        self._share = self._group.size / ranks
+        self.gain = float(ranks)
         self._hook.begin(weight)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
@@ -55,6 +60,8 @@ class Rounds(Exchange):
         result = pending.wait(unusual)
         check_result(result, bucket, number, self.name)
         bucket.receive(result)
+        if self._share != 1:
+            bucket.scale(self._share)
 
 
 class Done:
@@ -92,7 +99,7 @@ class Round:
             try:
                 self._resume(value)
             except Exception as error:  # its own, not that of a collective
-                raise HookError(f"a hook raised {error!r} (hook: {self._name})") from error
+                raise BrokenHookError(f"a hook raised {error!r} (hook: {self._name})") from error
         return self._result
 
     def done(self) -> bool:

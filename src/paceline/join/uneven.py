@@ -7,6 +7,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
+from paceline.errors import OptionError, StepError
 from paceline.join.attendance import attend
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
@@ -51,6 +52,7 @@ class UnevenInputs(Joinable):
     require_forward_param_sync: bool
     _group: Group
     _stats: Stats
+    _use_python_reducer: bool
     _check_sync_bufs_pre_fwd: Callable[[], bool]
     _check_sync_bufs_post_fwd: Callable[[], bool]
     _sync_buffers: Callable[[], None]
@@ -71,7 +73,8 @@ class UnevenInputs(Joinable):
 
         Args:
             divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
-                counts the same; if not, by the number of those that still have inputs.
+                counts the same; if not, by the number of those that still have inputs. A user's communication
+                hook divides as it likes.
             enable: off for inputs known to be even; then nothing is told between the ranks.
             throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
         """
@@ -84,6 +87,11 @@ class UnevenInputs(Joinable):
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """What torch's join context manager calls on a rank without inputs."""
+        if not self.reducer.exchange.joins or self._use_python_reducer:
+            raise OptionError(
+                "join is not for hooks that average parameters, nor for reductions in a compiled graph "
+                f"(hook: {type(self.reducer.exchange).__name__}, in graph: {self._use_python_reducer})"
+            )
         self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         self._stats.joins_uneven_inputs = True
         return Shadow(self)
@@ -100,12 +108,22 @@ class UnevenInputs(Joinable):
 
     def _attend(self, *, synced: bool) -> None:
         """Hear which ranks have inputs left, at the start of a forward."""
+        if self.reducer.lane.is_shared(self.reducer):
+            self._refuse_nested()
         if (told := Join.notify_join_context(self)) is not None:
             told.wait()
         attendance = attend(self._group, self.device, active=True, synced=synced)
         self._buffer_source = attendance.authority
         if not self._divides_by_all:
             self.reducer.ranks = len(attendance.active)
+
+    def _refuse_nested(self) -> None:
+        reason = (
+            "under join a wrapper's forward needs its backward before another wrapper of the group has its "
+            "forward, because a rank without inputs cannot know the order of the others' collectives"
+        )
+        self.reducer.lane.fail_forward(self.reducer, reason)
+        raise StepError(f"{reason} (rank: {self._group.rank})")
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Make every rank's model that of the last rank which had inputs."""

@@ -1,9 +1,10 @@
-"""Mixed precision: low-precision parameters for forward and backward, full ones for the optimizer.
+"""Mixed precision: low-precision parameters for forward and backward, full ones for everything else.
 
-Note [Two copies]. A parameter's full-precision values stay in ``_fp_param``. Before forward ``.data`` becomes
-a low-precision copy, ``_mp_param``, whose memory is there only until the step has ended. Both names are
-torch's, and so are the rules: what is swapped is the tensor's data, so that autograd and optimizers see one
-parameter.
+Note [Low copies]. While the module's forward runs, its parameters are replaced by low-precision copies, which
+autograd knows as made from them. So the graph keeps the copies that it needs, however often it is gone
+through or recomputed, gradients arrive at the parameters in full precision, and whoever looks at the module
+outside its forward finds the parameters as they are. torch swaps the parameters' data instead, from forward
+to the end of a synced backward: whatever is written to them meanwhile is lost.
 """
 
 import contextlib
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from paceline.errors import OptionError
 from paceline.tensors import tree
-from paceline.tensors.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class MixedPrecision:
         reduce_dtype: in which gradients are averaged; ``param_dtype`` if None.
         buffer_dtype: of module buffers, from the moment the module is wrapped.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
-        keep_low_precision_grads: leave gradients in the type in which they were averaged, for optimizers that
-            take them so.
+        keep_low_precision_grads: leave averaged gradients in ``param_dtype``, for optimizers that take them
+        so.
     """
 
     param_dtype: torch.dtype | None = None
@@ -40,7 +41,7 @@ class MixedPrecision:
 
 
 class Precision:
-    """Swaps a module's parameters between two precisions.
+    """Runs a module in low precision.
 
     Args:
         policy: a ``MixedPrecision``, or one of torch's policies, which have some or all of its attributes.
@@ -48,89 +49,74 @@ class Precision:
         ignored: names to leave alone.
 
     Attributes:
+        policy: what is computed and sent in which data type.
         reduce_dtype: in which gradients travel; None for each parameter's own.
     """
 
     def __init__(self, policy: Any, module: nn.Module, ignored: Collection[str]) -> None:
-        self._policy = _read(policy)
-        self.reduce_dtype = self._policy.reduce_dtype or self._policy.param_dtype
-        self._parameters = [
-            parameter
-            for name, parameter in module.named_parameters()
-            if name not in ignored and parameter.is_floating_point()
-        ]
-        if any(map(is_dtensor, self._parameters)):
-            raise OptionError(
-                "mixed precision is for parameters that a rank holds as a whole, not for DTensors"
-            )
-        self._is_low = False
-        self._cast_buffers(module, ignored)
-        self._note_full()
+        self.policy = _read(policy)
+        self.reduce_dtype = self.policy.reduce_dtype or self.policy.param_dtype
+        self._module = module
+        self._ignored = ignored
+        self._cast_buffers()
+        self._name_copies()
 
     @contextlib.contextmanager
     def lowered(self, inputs: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Put low-precision copies in the parameters' place; gives the inputs in that precision.
-
-        They stay for a backward to come: until the step is synced or lost, or no backward can follow.
-        """
-        was_low, dtype = self._is_low, self._policy.param_dtype
-        if dtype is not None and not was_low:
-            self._lower(dtype)
-        if dtype is not None and self._policy.cast_forward_inputs:
-            inputs, kwargs = tree.map_leaves(lambda leaf: _cast(leaf, dtype), (inputs, kwargs))
-        try:
+        """Have low-precision copies in the parameters' place; gives the inputs in that precision."""
+        dtype = self.policy.param_dtype
+        if dtype is None:
             yield inputs, kwargs
-        except BaseException:
-            self.restore()
-            raise
-        if not was_low and not torch.is_grad_enabled():
-            self.restore()
-
-    def restore(self) -> None:
-        """Put the full-precision values back."""
-        if self._is_low:
-            for parameter in self._parameters:
-                parameter.data = parameter._fp_param  # type: ignore[attr-defined]
-                parameter._mp_param.untyped_storage().resize_(0)  # type: ignore[attr-defined]
-            self._is_low = False
-
-    @contextlib.contextmanager
-    def returning(self) -> Iterator[None]:
-        """Hand out gradients in here: to full-precision parameters, or before they are that again."""
-        if not self._policy.keep_low_precision_grads:
-            self.restore()
+            return
+        if self.policy.cast_forward_inputs:
+            inputs, kwargs = tree.map_leaves(lambda leaf: _cast(leaf, dtype), (inputs, kwargs))
+        places = self._places()
+        copies = {id(each): _low_copy(owner, each, dtype) for owner, _, each in places}
         try:
-            yield
+            for owner, name, parameter in places:
+                owner._parameters[name] = copies[id(parameter)]  # type: ignore[assignment]
+            self._refresh_recurrent()
+            yield inputs, kwargs
         finally:
-            self.restore()
+            for owner, name, parameter in places:
+                owner._parameters[name] = parameter
+            self._refresh_recurrent()
 
-    def _lower(self, dtype: torch.dtype) -> None:
-        with torch.no_grad():
-            for parameter in self._parameters:
-                # Users may have given it other data since: loaded, moved or assigned.
-                parameter._fp_param = parameter.data  # type: ignore[attr-defined]
-                low = parameter._mp_param  # type: ignore[attr-defined]
-                if low.device != parameter.device or low.shape != parameter.shape:
-                    low = parameter._mp_param = torch.empty_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
-                low.untyped_storage().resize_(low.numel() * low.element_size())
-                low.copy_(parameter.data)
-                parameter.data = low
-        self._is_low = True
+    def lower_grads(self) -> None:
+        """Leave gradients in low precision, if the policy says so."""
+        if self.policy.keep_low_precision_grads and self.policy.param_dtype is not None:
+            for _, _, parameter in self._places():
+                if parameter.grad is not None:
+                    _set_low_grad(parameter, parameter.grad.to(self.policy.param_dtype))
 
-    def _note_full(self) -> None:
-        for parameter in self._parameters:
-            if not hasattr(parameter, "_mp_param"):
-                low = torch.empty_like(
-                    parameter, dtype=self._policy.param_dtype or parameter.dtype, requires_grad=False
-                )
-                low.untyped_storage().resize_(0)
-                parameter._mp_param = low  # type: ignore[attr-defined]
+    def _places(self) -> list[tuple[nn.Module, str, Parameter]]:
+        """Where the parameters are now; a shared one is in several places."""
+        found = []
+        for prefix, owner in self._module.named_modules():
+            for name, parameter in owner._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if parameter is not None and full not in self._ignored and parameter.is_floating_point():
+                    found.append((owner, name, parameter))
+        return found
+
+    def _refresh_recurrent(self) -> None:
+        """Recurrent layers have a list of their weights beside the weights."""
+        for layer in self._module.modules():
+            if isinstance(layer, nn.RNNBase):
+                layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+
+    def _name_copies(self) -> None:
+        """Give parameters the attributes by which torch's tests know low and full values."""
+        for _, _, parameter in self._places():
+            low = self.policy.param_dtype or parameter.dtype
+            parameter._mp_param = torch.empty(0, dtype=low, device=parameter.device)  # type: ignore[attr-defined]
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
 
-    def _cast_buffers(self, module: nn.Module, ignored: Collection[str]) -> None:
-        for name, buffer in module.named_buffers():
-            if name not in ignored and self._policy.buffer_dtype is not None and buffer.is_floating_point():
-                buffer.data = buffer.to(self._policy.buffer_dtype)
+    def _cast_buffers(self) -> None:
+        dtype = self.policy.buffer_dtype
+        for name, buffer in self._module.named_buffers():
+            if name not in self._ignored and dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(dtype)
 
 
 def _read(policy: Any) -> MixedPrecision:
@@ -144,5 +130,34 @@ def _read(policy: Any) -> MixedPrecision:
     return MixedPrecision(**named)
 
 
+class _Cast(torch.autograd.Function):
+    """A copy in another type; unlike torch's own it takes sparse gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = full.dtype
+        return full.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _low_copy(owner: nn.Module, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+    if getattr(owner, "sparse", False):
+        low: Tensor = _Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+        return low
+    return parameter.to(dtype)
+
+
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _set_low_grad(parameter: Parameter, grad: Tensor) -> None:
+    # torch checks types when a gradient is set, and not when data is.
+    full = parameter.data
+    parameter.grad = None
+    parameter.data = grad
+    parameter.grad = grad
+    parameter.data = full

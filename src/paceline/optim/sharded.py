@@ -13,6 +13,7 @@ from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
 from paceline.optim.shares import share_out
+from paceline.tensors.dtensor import local_of
 
 _BYTES_AT_ONCE = 25 * 1024 * 1024
 
@@ -29,8 +30,9 @@ class ShardedOptimizer(Optimizer, Joinable):
     works as with a plain optimizer, because every rank still has all gradients.
 
     ``step`` and ``consolidate_state_dict`` talk to the other ranks, so every rank has to call them. For
-    uneven inputs use torch's ``Join([wrapper, optimizer])``: then a rank without inputs still steps its
-    share.
+    uneven inputs use torch's ``Join([wrapper, optimizer])``: then a rank without inputs still steps its share
+    after each synced backward, by the averages as they come and with the options that it has: clipping and
+    schedules do not reach it.
 
     Args:
         wrapper: the wrapped module.
@@ -75,20 +77,27 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Step this rank's share, and make every rank's parameters equal."""
         assert self._own is not None
         self._check_group()
+        if self._wrapper._join_config.enable and not self._join_config.enable:
+            raise OptionError("give the optimizer to Join too: ranks without inputs have shares to step")
         Join.notify_join_context(self)
         self._gathered = None
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _copy_options(self, self._own)
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            _copy_options(self, self._own)
             self._own.step()
         finally:
-            # Also when this rank's step raises: the others are about to receive, and would wait.
+            # Also when something raises here: the others are about to receive, and would wait.
             self._spread()
         _copy_options(self._own, self)
         return loss
+
+    @property
+    def follows_a_synced_step(self) -> bool:
+        """Whether the wrapper's last forward is one after which gradients are averaged."""
+        return self._wrapper.require_forward_param_sync
 
     def join_hook(self, **_: Any) -> JoinHook:
         """What torch's join context manager calls on a rank without inputs."""
@@ -175,7 +184,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _spread(self) -> None:
         shares: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         for parameter, owner in self._owners.items():
-            shares[owner].append(parameter.detach())
+            shares[owner].append(local_of(parameter).detach())
         for owner, share in enumerate(shares):
             self._group.broadcast(share, source=owner, bytes_at_once=_BYTES_AT_ONCE)
 
@@ -193,14 +202,18 @@ class _StepsAlong(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        self._optimizer.step()
+        if self._optimizer.follows_a_synced_step:
+            self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
         leave(self._optimizer)
 
 
 def _trainable(wrapper: DistributedDataParallel) -> list[Parameter]:
-    return [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+    """Parameters that require a gradient and are equal on all ranks, which ignored ones need not be."""
+    ignored = wrapper.parameters_to_ignore
+    named = wrapper.module.named_parameters()
+    return [each for name, each in named if each.requires_grad and name not in ignored]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
+
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import HookError, PeerError, StalledError, StepError
+from paceline.errors import BrokenHookError, HookError, PeerError, StalledError, StepError
 from paceline.hooks.exchange import Bucket, Exchange
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
@@ -57,6 +59,14 @@ class Flight:
         self._waybill: Pending | None = None
         self.pending: dict[int, Pending] = {}
 
+    def begin(self, weight: float | None, ranks: int) -> None:
+        """Tell the exchange of the step."""
+        try:
+            self._exchange.begin(weight, ranks)
+        except BaseException as error:
+            self._break_off(0, error)
+            raise
+
     def launch(self, number: int, report: Callable[[], Report] = Report) -> None:
         """Send a full bucket; the report is asked for if it is the one that carries the waybill."""
         self._times.launched()
@@ -65,11 +75,14 @@ class Flight:
         if is_carrier and self._exchange.carries_waybill:
             self._write_waybill(report)
         if bucket.slots or self._exchange.carries_waybill:
-            try:
-                self.pending[number] = self._exchange.launch(bucket, number, is_last=is_carrier)
-            except BaseException as error:
-                self._break_off(f"bucket {number}", f"{error!r} in the hook for bucket {number}")
-                raise
+            self.pending[number] = self._launch(bucket, number, is_last=is_carrier)
+
+    def _launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
+        try:
+            return self._exchange.launch(bucket, number, is_last=is_last)
+        except BaseException as error:
+            self._break_off(number, error)
+            raise
 
     def shadow(self) -> None:
         """Say in the waybill that this rank has nothing left to contribute."""
@@ -121,7 +134,10 @@ class Flight:
                 self._land(bucket, number, pending)
                 if hand_out:
                     bucket.hand_out()
+            except BrokenHookError:
+                raise
             except HookError as error:
+                self._group.roll_call.tell_why(self._step, repr(error))
                 mistake = mistake or error
                 self._outcome = Outcome.RAISED_IN_BACKWARD
         return mistake
@@ -136,7 +152,23 @@ class Flight:
 
     def average(self, bucket: Bucket, number: int) -> None:
         """Send one more bucket and wait for it."""
-        self._land(bucket, number, self._exchange.launch(bucket, number, is_last=True))
+        self._land(bucket, number, self._launch(bucket, number, is_last=True))
+
+    def confirm(self, mistake: HookError | None) -> None:
+        """Raise on every rank if a hook made a mistake on some rank after the waybill had been read."""
+        if self._exchange.carries_waybill:
+            return
+        if mistake is not None:
+            self._group.roll_call.tell_why(self._step, repr(mistake))
+        failed = torch.zeros(self._group.size, device=self._fleet.tail.device)
+        failed[self._group.rank] = mistake is not None
+        carrier = self._fleet.plan.carrier
+        with self._naming(self._fleet.buckets[carrier], carrier) as unusual:
+            self._group.all_reduce(failed).wait(unusual)
+        if mistake is not None:
+            raise mistake
+        raised = {rank: Outcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
+        verdict.check(Summary(used=[], raised=raised), self._step, self._group)
 
     def settle(self) -> None:
         """Wait for what is left of a step that was lost: its storage is needed again."""
@@ -172,6 +204,9 @@ class Flight:
         """Say which reduction failed, and who is missing."""
         try:
             yield partial(self._look_around, number)
+        except BrokenHookError as error:
+            self._break_off(number, error)
+            raise
         except StepError:
             raise
         except RuntimeError as error:
@@ -195,11 +230,11 @@ class Flight:
                 f"(here: rank {self._group.rank}, waiting for bucket {number})"
             )
 
-    def _break_off(self, where: str, reason: str) -> None:
-        self.broken = reason
+    def _break_off(self, number: int, error: BaseException) -> None:
+        self.broken = f"{error!r} in the hook for bucket {number}"
         roll_call = self._group.roll_call
-        roll_call.tell_why(self._step, reason)
-        roll_call.break_off(self._step, where)
+        roll_call.tell_why(self._step, self.broken)
+        roll_call.break_off(self._step, f"bucket {number}")
 
     def _refuse_to_go_on(self) -> None:
         """Raise unless every rank broke off at the same place, so that nobody waits for anyone."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from paceline.comm.functional import all_reduced
 from paceline.comm.group import Group
 from paceline.errors import UnsupportedError
+from paceline.hooks.exchange import Exchange
+from paceline.hooks.rounds import Rounds
 
 
 class Settings(Protocol):
@@ -22,11 +24,13 @@ class Settings(Protocol):
     Attributes:
         syncs: whether a backward is synced.
         group: whom to average with.
+        exchange: how buckets are averaged otherwise.
         comm_hooks: pairs of a hook and its state, called with ``(gradient, parameter)`` if there are any.
     """
 
     syncs: bool
     group: Group
+    exchange: Exchange
     comm_hooks: list[tuple[Callable[..., Any], Any]]
 
     @property
@@ -44,6 +48,8 @@ def traced_reduction(reducer: Settings) -> Callable[[Tensor], None]:
             return
         if here.weighed:
             raise UnsupportedError("contributions cannot be weighed in a compiled backward")
+        if isinstance(here.exchange, Rounds):
+            raise UnsupportedError(f"{here.exchange.name} cannot be used in a compiled backward")
         if here.comm_hooks:
             for hook, state in here.comm_hooks:
                 hook(state, (grad, parameter))

@@ -84,7 +84,10 @@ class Lane:
             except BaseException as error:  # raised below, when the others are done
                 failed = error
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # or the error, its traceback and this frame would keep each other alive
 
     def _alive(self) -> list[Member]:
         return [member for known in self._members if (member := known()) is not None]

@@ -63,6 +63,7 @@ class Reducer:
 
     Attributes:
         syncs: whether a backward is to be synced.
+        weighs: whether contributions may be weighed.
         ranks: among how many ranks the next step's sum is shared out.
         in_backward: optimizers that step as soon as gradients are averaged.
         expected: whether a forward was called since the last backward of the lane.
@@ -99,6 +100,7 @@ class Reducer:
         self.in_backward = InBackward(self._whole)
         self.ranks = group.size
         self.syncs = True
+        self.weighs = True
         self.comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self.step = 0
         self.summary: Summary | None = None
@@ -198,6 +200,8 @@ class Reducer:
 
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
+        if not self.weighs:
+            raise UnsupportedError("a fused optimizer steps before weights are known, so they cannot count")
         return self._accumulation.weigh(weight)
 
     def use(self, exchange: Exchange) -> None:
@@ -300,6 +304,7 @@ class Reducer:
             hold=not self.planner.learned or self._patient or self.lane.is_shared(self),
             patient=self._patient,
         )
+        self._step.begin()
 
     @property
     def _current(self) -> Step:
@@ -341,7 +346,6 @@ class Reducer:
                     self._arrivals.noted.extend(self.parameters[slot] for slot in arrived)
                     self._look()
                     self._learn(self._current.finalise())
-                    self.in_backward.step()
                 if self._lend is not _nothing_lent:
                     self._accumulation.slots = accumulated
             except BaseException:
@@ -349,6 +353,12 @@ class Reducer:
                 raise
             finally:
                 self._rest()
+            if self.precision is not None:
+                self.precision.lower_grads()
+            # The step has ended: what a hook or an optimizer raises from here on is no longer its affair.
+            if self.summary is not None:
+                self.exchange.finish(self._whole, self.summary.used)
+            self.in_backward.step()
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
@@ -359,7 +369,6 @@ class Reducer:
     def _learn(self, summary: Summary) -> None:
         if summary.thawed:
             self.planner.thaw([slot for slot in self._means.outside if summary.used[slot]])
-        self.exchange.finish(self._whole, summary.used)
         self.ledger.learn()
         self.planner.learn(summary.order)
         self.summary = summary
@@ -379,8 +388,6 @@ class Reducer:
         for slot in self.planner.order:
             self.parameters[slot].grad = None
         self._accumulation.drop()
-        if self.precision is not None:
-            self.precision.restore()
         self.ranks = self.group.size
         self._own_grads = None
         self.expected = False
@@ -420,7 +427,6 @@ class Reducer:
             group=self.group,
             weights=self._accumulation.weights,
             buffers=self._buffers,
-            precision=self.precision,
             times=self.times,
             outside=self.planner.outside(),
             as_views=self._as_views,

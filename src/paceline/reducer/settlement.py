@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.buckets.plan import BucketCaps, make_plan
+from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.exchange import Bucket
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
@@ -28,6 +29,7 @@ class Settlement:
         total = summary.total_weight
         # Weighed contributions are divided only now, because only now it is known by what.
         self._scale = None if total is None else gain / total if total else 0.0
+        self._mistake: HookError | None = None
 
     def hand_out(self, *, late: bool) -> None:
         """Give parameters their averages: all of them, or those that this rank did not use itself."""
@@ -54,7 +56,17 @@ class Settlement:
                 bucket.hand_out()
                 bucket.settle(self._summary.used)
 
+    def confirm(self) -> None:
+        """Raise on every rank if a hook made a mistake in here on some rank."""
+        if self._summary.late or self._summary.thawed:
+            self._flight.confirm(self._mistake)
+
     def _average(self, bucket: Bucket, number: int) -> None:
-        self._flight.average(bucket, number)
+        try:
+            self._flight.average(bucket, number)
+        except BrokenHookError:
+            raise
+        except HookError as error:  # told when all ranks are through
+            self._mistake = self._mistake or error
         if self._scale is not None:
             bucket.scale(self._scale)

@@ -7,7 +7,6 @@ buckets are reduced once more, on every rank alike. A rank that raises sends the
 with word of it, so the others raise too, and the next step finds all ranks at the same place.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +16,6 @@ import torch
 from paceline.comm.group import Group
 from paceline.hooks.exchange import Bucket, Exchange
 from paceline.module_state.buffers import ModuleBuffers
-from paceline.module_state.precision import Precision
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
@@ -44,7 +42,6 @@ class Means:
         group: among whom.
         weights: what contributions count.
         buffers: the module's buffers; a step tells the ranks whether anyone's have changed.
-        precision: what has lowered the parameters, if anything has.
         times: when what happened.
         outside: slots that the plan does not cover.
         as_views: whether gradients are views of the buckets' storage.
@@ -58,7 +55,6 @@ class Means:
     group: Group
     weights: Weights
     buffers: ModuleBuffers
-    precision: Precision | None
     times: Times
     outside: Sequence[int]
     as_views: bool
@@ -88,15 +84,20 @@ class Step:
         self._ranks = ranks
         self._accumulated = accumulated
         self._patient = patient
+        self._is_shadow = False
         self._untaken: list[int] = []
         self._schedule = Schedule(len(means.fleet.buckets), hold=hold)
         self.flight = Flight(means.fleet, means.exchange, means.group, number, means.times)
-        for bucket in means.fleet.buckets:
-            bucket.begin()
-        means.exchange.begin(means.weights.total)
         means.ledger.begin(accumulated)
         self._used = means.ledger.used
+
+    def begin(self) -> None:
+        """Get ready for the first gradient."""
+        means = self._means
         means.times.backward_began()
+        for bucket in means.fleet.buckets:
+            bucket.begin()
+        self.flight.begin(means.weights.total, self._ranks)
 
     def take_in(self, arrived: Sequence[int]) -> None:
         """Gradients of these slots have arrived."""
@@ -110,7 +111,7 @@ class Step:
         """Have nothing to contribute, and say so."""
         for bucket in self._means.fleet.buckets:
             bucket.zero()  # in new storage: parameters may hold parts of the old
-        self._means.exchange.begin(0.0)
+        self._is_shadow = True
         self.flight.shadow()
 
     def finalise(self) -> Summary:
@@ -119,20 +120,19 @@ class Step:
         means.times.backward_ended()
         self._send_rest()
         again = {number: self._second(number) for number in means.ledger.late}
-        late = self._weighed or means.precision is not None
-        mistake = self.flight.land_all(hand_out=not late)
+        mistake = self.flight.land_all(hand_out=not self._weighed)
         summary = self.flight.read_waybill(self._report)
         if mistake is not None:
             raise mistake
         verdict.check(summary, self._number, means.group)
         settlement = Settlement(means.fleet, self.flight, summary, gain=means.exchange.gain)
-        with contextlib.nullcontext() if means.precision is None else means.precision.returning():
-            settlement.hand_out(late=late)
-            for number in summary.late:
-                settlement.add(number, again.get(number) or self._second(number, empty=True))
-            if summary.thawed:
-                # They were blended when they were reported.
-                settlement.thaw(means.outside, self._factor, self._used, as_views=means.as_views)
+        settlement.hand_out(late=self._weighed)
+        for number in summary.late:
+            settlement.add(number, again.get(number) or self._second(number, empty=True))
+        if summary.thawed:
+            # They were blended when they were reported.
+            settlement.thaw(means.outside, self._factor, self._used, as_views=means.as_views)
+        settlement.confirm()
         if self._weighed:
             means.weights.sync()
         return summary
@@ -161,7 +161,7 @@ class Step:
 
     def _skips(self, number: int) -> bool:
         plan = self._means.fleet.plan
-        may_skip = self._means.skips_unused and number != plan.carrier
+        may_skip = self._means.skips_unused and number != plan.carrier and not self._is_shadow
         return may_skip and not any(self._used[slot] for slot in plan.buckets[number])
 
     def _take(self, slot: int) -> None:
