@@ -30,7 +30,7 @@ from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
 from paceline.observe.environment import log_environment
 from paceline.options import CapOptions, buffer_options, strict_mode
-from paceline.reducer.autograd_hooks import current_backward, mark
+from paceline.reducer.autograd_hooks import current_backward, during_backward, mark
 from paceline.reducer.planner import Planner
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
@@ -170,8 +170,6 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self._join_config.enable:
             self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
-            if not self.reducer.step:
-                self.reducer.in_backward.look()
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -185,8 +183,12 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         with self._inside_ddp_forward():
             if precision is None:
                 return self.module(*inputs, **kwargs)
-            with precision.lowered(inputs, kwargs) as (inputs, kwargs):
-                return self.module(*inputs, **kwargs)
+            copies = precision.copies()
+            inputs, kwargs = precision.cast_inputs(inputs, kwargs)
+            with copies.in_place():
+                output = self.module(*inputs, **kwargs)
+            during_backward(rpc.leaves(output), copies.put, copies.take_out)
+            return output
 
     @untraced_with_calls
     def _post_forward(self, output: Any, given: Any = ()) -> Any:
@@ -266,7 +268,6 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
                 return
             check_hook(hook)
             self._use(CommHook(self._group, state, hook))
-            self.reducer.comm_hooks.append((hook, state))
 
     def _use(self, hook: CommHook | Rounds) -> None:
         if isinstance(self.reducer.exchange, CommHook | Rounds):

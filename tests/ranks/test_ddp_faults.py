@@ -294,9 +294,8 @@ def test_with_a_hook_the_others_hear_of_an_exception_at_once(ranks: RankPool, ki
     assert all(each.startswith("PeerError: rank 1 raised") for each in said)
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-def test_with_a_hook_an_exception_does_not_wait_for_others_who_never_come(pair: RankPool, kind: str) -> None:
-    assert pair.run(raises_with_a_hook, kind, "forward", True)[1].startswith("KeyError")
+def test_with_a_hook_an_exception_does_not_wait_for_others_who_never_come(pair: RankPool) -> None:
+    assert pair.run(raises_with_a_hook, "several rounds", "forward", True)[1].startswith("KeyError")
 
 
 class HookOnAGroup(BadHook):

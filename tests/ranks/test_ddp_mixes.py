@@ -490,3 +490,129 @@ def weighed_fused(rank: int) -> None:
 
 def test_a_fused_optimizer_refuses_weights(pair: RankPool) -> None:
     pair.run(weighed_fused)
+
+
+class Checkpointed(nn.Module):
+    """Two layers and what is between them are recomputed in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = net(), nn.Linear(2, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+def checkpoints_inside(rank: int, reentrant: bool) -> None:
+    module, plain = Checkpointed(reentrant=reentrant), Checkpointed(reentrant=reentrant)
+    low = DistributedDataParallel(module, mixed_precision=LOW)
+    plain.load_state_dict(module.state_dict())
+    for step in range(2):
+        low.zero_grad()
+        low(rows(rank, step).requires_grad_()).sum().backward()
+        assert_close(module, want(nn.Sequential(plain.inner, plain.outer), step))
+    assert all(parameter.dtype is torch.float32 for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_the_module_under_mixed_precision(pair: RankPool, reentrant: bool) -> None:
+    pair.run(checkpoints_inside, reentrant)
+
+
+def after_join(rank: int) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(module)
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(2 + 2 * rank):
+            with torch.set_grad_enabled(step % 2 == 0):  # the last one is an evaluation
+                loss = ddp(torch.ones(1, 1)).sum()
+            if step % 2 == 0:
+                loss.backward()
+    ddp.zero_grad()
+    ddp(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    assert float(module.weight.grad) == 1.5
+
+
+def test_after_join_the_mean_is_over_all_ranks_again(pair: RankPool) -> None:
+    pair.run(after_join)
+
+
+def divided_on_shadows(rank: int, way: str) -> None:
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
+    ddp = DistributedDataParallel(module, mixed_precision=LOW if way == "mixed" else None)
+    if way == "hook":
+        ddp.register_comm_hook(None, hooks.average())
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(1 + 2 * rank):
+            ddp(rows(rank, step)).sum().backward()
+    (optimizer,) = module[0].weight._in_backward_optimizers
+    assert equal_on_all([optimizer.state[module[0].weight]["momentum_buffer"]])
+
+
+@pytest.mark.parametrize("way", ["plain", "mixed", "hook"])
+def test_a_shadow_gets_the_same_averages_as_those_left(pair: RankPool, way: str) -> None:
+    pair.run(divided_on_shadows, way)
+
+
+def optimizer_raises_with_two(rank: int) -> None:
+    modules = [net(), nn.Linear(2, 2)]
+    _apply_optimizer_in_backward(torch.optim.SGD, modules[0].parameters(), {"lr": 0.1})
+    wrappers = [DistributedDataParallel(each) for each in modules]
+    if rank == 0:
+        handle = modules[0][0].weight._in_backward_optimizers[0].register_step_pre_hook(trip)
+    with contextlib.suppress(ZeroDivisionError):
+        wrappers[1](wrappers[0](rows(rank))).sum().backward()
+    assert equal_on_all(grads(modules[1]))
+    if rank == 0:
+        handle.remove()
+    modules[1].zero_grad()
+    wrappers[1](wrappers[0](rows(rank)).detach()).sum().backward()
+    assert modules[1].weight.grad is not None
+
+
+def test_an_optimizer_that_raises_leaves_other_wrappers_their_step(pair: RankPool) -> None:
+    pair.run(optimizer_raises_with_two)
+
+
+def sparse_result(rank: int) -> str:
+    ddp = DistributedDataParallel(net())
+    wrong = False
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        future = allreduce_hook(state, bucket)
+        return future.then(lambda done: done.value().to_sparse()) if wrong else future
+
+    ddp.register_comm_hook(None, hook)
+    wrong = rank == 0
+    with pytest.raises(StepError) as caught:
+        ddp(rows(rank)).sum().backward()
+    wrong = False
+    ddp(rows(rank)).sum().backward()
+    assert equal_on_all(grads(ddp))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_hooks_result_of_another_layout_on_one_rank(pair: RankPool) -> None:
+    mine, theirs = pair.run(sparse_result)
+    assert mine.startswith("HookError")
+    assert "torch.sparse_coo" in mine
+    assert theirs.startswith("PeerError: rank 0 raised")
+
+
+def last_of_sparse(_: int) -> list[bool]:
+    seen: list[bool] = []
+    ddp = DistributedDataParallel(nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)]))
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        seen.append(bucket.is_last())
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    sum(layer(torch.tensor([1])).sum() for layer in ddp.module).backward()
+    return seen
+
+
+def test_the_last_bucket_is_last_where_all_are_sparse(pair: RankPool) -> None:
+    assert pair.run(last_of_sparse) == [[False, True]] * 2

@@ -64,7 +64,7 @@ class TwoRounds(hooks.Hook):
         yield group.all_reduce(buffer)
         return buffer
 
-    def finish(self, parameters: Any, used: Any) -> None:  # noqa: ARG002
+    def finish(self, parameters: Any, used: Any, total: Any) -> None:  # noqa: ARG002
         self.step += 1
 
 
@@ -416,7 +416,7 @@ class Moody(hooks.Hook):
     def begin(self, weight: float | None) -> None:  # noqa: ARG002
         self._raise("begin")
 
-    def finish(self, parameters: Any, used: Any) -> None:  # noqa: ARG002
+    def finish(self, parameters: Any, used: Any, total: Any) -> None:  # noqa: ARG002
         self._raise("finish")
 
     def _raise(self, where: str) -> None:

@@ -130,7 +130,7 @@ def test_a_loss_is_remembered_once_its_step_has_ended_well_and_the_parameter_was
         memory.begin(None)
         memory.note([torch.full((1,), loss)], [parameter])
         if ends_well:
-            memory.finish([parameter], [used])
+            memory.finish([parameter], [used], None)
         assert noted(memory, parameter) == expected
 
 
@@ -147,12 +147,12 @@ def test_losses_are_weighed_like_gradients() -> None:
     memory, parameter = Memory(), nn.Parameter(torch.zeros(1))
     memory.begin(8.0)
     memory.note([torch.full((1,), 4.0)], [parameter])
-    memory.finish([parameter], [1])
+    memory.finish([parameter], [1], None)
     assert noted(memory, parameter) == 0.5
     assert noted(memory, parameter, 100.0) == 50.0
     assert noted(memory, parameter, 0.0) == 0.0
     memory.note([torch.zeros(1)], [parameter])  # by a rank that counted nothing
-    memory.finish([parameter], [1])
+    memory.finish([parameter], [1], None)
     assert noted(memory, parameter) == 0.5
 
 
@@ -161,7 +161,7 @@ def test_what_is_not_finite_is_not_remembered() -> None:
     for losses in ([1.0, 2.0], [math.nan, 5.0], [-math.inf, math.nan]):
         memory.begin(None)
         memory.note([torch.tensor(losses)], [parameter])
-        memory.finish([parameter], [1])
+        memory.finish([parameter], [1], None)
     values = torch.zeros(2)
     memory.add_to([values], [parameter])
     assert values.tolist() == [1.0, 5.0]
@@ -171,7 +171,7 @@ def test_a_converted_parameter_starts_anew() -> None:
     memory, parameter = Memory(), nn.Parameter(torch.zeros(1))
     memory.begin(None)
     memory.note([torch.ones(1, dtype=torch.float64)], [parameter])
-    memory.finish([parameter], [1])
+    memory.finish([parameter], [1], None)
     assert noted(memory, parameter) == 0.0
 
 
@@ -181,7 +181,7 @@ def test_a_parameter_that_is_gone_is_forgotten() -> None:
     loss = torch.ones(1)
     memory.begin(None)
     memory.note([loss], [parameter])
-    memory.finish([parameter], [1])
+    memory.finish([parameter], [1], None)
     assert len(memory.losses) == 1
     del parameter
     gc.collect()

@@ -55,6 +55,11 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
 
     @property
+    def last(self) -> int:
+        """The last bucket that holds a slot."""
+        return max(number for number, members in enumerate(self.buckets) if members)
+
+    @property
     def carrier(self) -> int:
         """The bucket that leaves last, with the waybill."""
         return len(self.buckets) - 1

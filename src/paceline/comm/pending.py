@@ -64,7 +64,8 @@ class SegmentsPending:
 
     def wait(self, unusual: Callable[[], None]) -> Tensor:
         """Wait for all; returns the rows put together again."""
-        return torch.cat([segment.wait(unusual) for segment in self._segments], dim=1)
+        rows = [segment.wait(unusual) for segment in self._segments]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def done(self) -> bool:
         """Whether all are there."""
@@ -92,7 +93,9 @@ class FuturePending:
         except Exception as error:
             if isinstance(error, RuntimeError) and not _is_from_a_callback(str(error)):
                 raise
-            raise HookError(f"a communication hook's future failed ({error!r})") from error
+            raise HookError(
+                f"a communication hook's future failed ({type(error).__name__}: {error})"
+            ) from error
 
     def done(self) -> bool:
         """Whether the hook's result is there."""

@@ -47,7 +47,16 @@ class CommHook(Exchange):
         self._remake = remake
         self._state = state
         self._hook = hook
-        self.name = name or getattr(hook, "__qualname__", type(hook).__qualname__)
+        self.name = str(name or getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of torch's own, named by its type."""
+        return self._remake is not None
+
+    def call(self, given: Any) -> "torch.futures.Future[Any]":
+        """Call the hook with its state and what it is given."""
+        return self._hook(self._state, given)
 
     def on(self, group: Group) -> "CommHook":
         """The same among other ranks."""
@@ -56,7 +65,7 @@ class CommHook(Exchange):
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""
-        future = self._hook(self._state, GradBucket(bucket, number, is_last=is_last))
+        future = self.call(GradBucket(bucket, number, is_last=is_last))
         if not isinstance(future, torch._C.Future):
             raise HookError(
                 f"callback must return a torch.futures.Future object, but got {type(future).__name__} "
@@ -80,8 +89,8 @@ def check_result(result: Any, bucket: Bucket, number: int, name: object) -> None
         given = type(result).__name__
     elif result.shape != want.shape and result.numel() != want.numel():
         given = f"{result.numel()} elements"
-    elif result.dtype != want.dtype:
-        given = str(result.dtype)
+    elif (result.dtype, result.layout, result.device) != (want.dtype, want.layout, want.device):
+        given = f"{result.dtype}, {result.layout}, on {result.device}"
     else:
         return
     raise HookError(

@@ -21,10 +21,11 @@ from paceline.errors import HookTypeError
 from paceline.hooks.average import as_real, averaged, work_type
 from paceline.hooks.compressors import Cast, Compressor, Integers, TopK
 from paceline.hooks.hook import Hook, Reduction
-from paceline.hooks.memory import Memory
+from paceline.hooks.memory import Memory, SharedMemory
 
-# As a reduction; returns the average, and what this rank did not get across if that is of interest.
-Averaging: TypeAlias = Generator[Pending, Tensor, tuple[Tensor, Tensor | None]]
+# As a reduction; returns the average, and what was lost: of this rank's gradients, and of the average it
+# made.
+Averaging: TypeAlias = Generator[Pending, Tensor, tuple[Tensor, list[Tensor]]]
 
 
 class Compressed(Hook):
@@ -32,27 +33,33 @@ class Compressed(Hook):
 
     Args:
         compressor: the form.
-        memory: remembers what the form loses; None to lose it.
+        feedback: whether what the form loses is remembered, and sent later.
     """
 
-    def __init__(self, compressor: Compressor, memory: Memory | None = None) -> None:
+    def __init__(self, compressor: Compressor, *, feedback: bool = False) -> None:
         self.compressor = compressor
-        self._memory = memory
+        # Of this rank's own gradients, and of the part of everyone's average that it makes.
+        self._memories = (Memory(), SharedMemory()) if feedback else ()
 
     @property
     def name(self) -> str:
         """The compressor's name."""
         return self.compressor.name
 
+    def meet(self, group: Group) -> None:
+        """These are the ranks from now on."""
+        for memory in self._memories:
+            memory.meet(group.size)
+
     def begin(self, weight: float | None) -> None:
         """A step begins."""
-        if self._memory is not None:
-            self._memory.begin(weight)
+        for memory in self._memories:
+            memory.begin(weight)
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """A step has ended well."""
-        if self._memory is not None:
-            self._memory.finish(parameters, used)
+        for memory in self._memories:
+            memory.finish(parameters, used, total)
 
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Send messages in the place of gradients."""
@@ -63,12 +70,13 @@ class Compressed(Hook):
         width = 2 if buffer.is_complex() else 1
         parameters = bucket.parameters()
         sizes = [width * view.numel() for view in bucket.gradients()]
-        if self._memory is not None:
-            self._memory.add_to(values.split(sizes), parameters)
-        shared = group.size > 2 and self.compressor.keeps_places
-        mean, lost = yield from (self._by_parts if shared else self._whole)(values, group)
-        if self._memory is not None and lost is not None:
-            self._memory.note(lost.split(sizes), parameters)
+        in_parts = group.size > 2 and self.compressor.keeps_places
+        memories = self._memories if in_parts else self._memories[:1]
+        for memory in memories:
+            memory.add_to(values.split(sizes), parameters)
+        mean, losses = yield from (self._by_parts if in_parts else self._whole)(values, group)
+        for memory, lost in zip(memories, losses, strict=bool(memories)):
+            memory.note(lost.split(sizes), parameters)
         as_real(buffer).copy_(mean)
         return buffer
 
@@ -77,7 +85,7 @@ class Compressed(Hook):
         message = self.compressor.encode(values.unsqueeze(0))
         lost = self._lost(values.unsqueeze(0), message)
         messages = yield group.all_gather(message)
-        return self._mean(messages, values.numel(), values.dtype), None if lost is None else lost[0]
+        return self._mean(messages, values.numel(), values.dtype), [lost.view(-1)]
 
     def _by_parts(self, values: Tensor, group: Group) -> Averaging:
         """Rank s averages part s."""
@@ -89,18 +97,16 @@ class Compressed(Hook):
         received = yield group.all_to_all(messages)
         mean = self._mean(received, part, dtype)
         reply = self.compressor.encode(mean.unsqueeze(0))
-        if lost is not None:
-            if self._memory is not None and not self._memory.weighed:
-                # The second loss is known to this rank alone, which is one of many the next time. Under
-                # weights it is that of everyone's contributions, of which this rank's weight is no measure.
-                lost[group.rank].add_(mean - self._decode(reply, part, dtype)[0], alpha=group.size)
-            lost = lost.view(-1)[:numel]
+        lost_again = torch.zeros_like(lost)
+        if self._memories:
+            lost_again[group.rank] = (mean - self._decode(reply, part, dtype)[0]).mul_(group.size)
         replies = yield group.all_gather(reply)
-        return self._decode(replies, part, dtype).reshape(-1)[:numel], lost
+        average = self._decode(replies, part, dtype).reshape(-1)[:numel]
+        return average, [each.view(-1)[:numel] for each in (lost, lost_again)]
 
-    def _lost(self, rows: Tensor, messages: Tensor) -> Tensor | None:
-        if self._memory is None:
-            return None
+    def _lost(self, rows: Tensor, messages: Tensor) -> Tensor:
+        if not self._memories:
+            return rows  # of no interest
         return rows - self._decode(messages, rows.shape[1], rows.dtype)
 
     def _mean(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -146,7 +152,7 @@ def int8() -> Hook:
     deterministic, so biased within a step. It is made up for in later steps, so the mean over many steps is
     exact. A value that is not finite makes its 256 neighbours NaN on every rank.
     """
-    return Compressed(Integers(8), Memory())
+    return Compressed(Integers(8), feedback=True)
 
 
 def int4() -> Hook:
@@ -155,7 +161,7 @@ def int4() -> Hook:
     Bytes a rank sends each step for a parameter of n elements at world size W: ``n (W-1)/W``, and 3.1% for
     the scales (6.2% where gradients are float64). Error: as ``int8``, with 1/14 in the place of 1/254.
     """
-    return Compressed(Integers(4), Memory())
+    return Compressed(Integers(4), feedback=True)
 
 
 def top_k(fraction: float = 0.01) -> Hook:
@@ -169,7 +175,7 @@ def top_k(fraction: float = 0.01) -> Hook:
     Args:
         fraction: which part of a bucket's values is sent.
     """
-    return Compressed(TopK(fraction), Memory())
+    return Compressed(TopK(fraction), feedback=True)
 
 
 def with_error_feedback(compressor: Compressor | Hook) -> Hook:
@@ -187,4 +193,4 @@ def with_error_feedback(compressor: Compressor | Hook) -> Hook:
             "error feedback goes with a compressor, which can encode and decode "
             f"(compressor: {type(compressor).__name__})"
         )
-    return Compressed(compressor, Memory())
+    return Compressed(compressor, feedback=True)

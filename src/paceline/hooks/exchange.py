@@ -31,8 +31,10 @@ class Exchange(ABC):
         carries_waybill: whether what stands behind the gradients is added up over the ranks, exactly.
         serial: whether a bucket may leave only when the one before it has come back.
         joins: whether it works under join, where some ranks have no inputs left.
+        name: what it is called in errors.
     """
 
+    name = "the average"
     carries_waybill = False
     serial = False
     joins = True
@@ -65,8 +67,11 @@ class Exchange(ABC):
             ranks: among how many ranks the sum is shared out.
         """
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: B027  # as begin
-        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:  # noqa: B027  # as begin
+        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used.
+
+        ``total`` is the sum of the ranks' weights, if there were any.
+        """
 
 
 class Average(Exchange):

@@ -55,8 +55,11 @@ class Hook(ABC):
     def begin(self, weight: float | None) -> None:  # noqa: B027  # a hook need not care
         """A step begins; ``weight`` is what this rank's gradients have been multiplied by, if anything."""
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: B027  # as begin
-        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used."""
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:  # noqa: B027  # as begin
+        """A step has ended well on every rank; ``used`` says by how many ranks each parameter was used.
+
+        ``total`` is the sum of the ranks' weights, if there were any.
+        """
 
     def claim(self, user: object) -> None:
         """Belong to one user until that is gone."""

@@ -78,9 +78,9 @@ class PostLocalSGD(Hook):
             return bucket.buffer()
         return (yield from averaged(bucket.buffer(), self._near))
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:  # noqa: ARG002
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:  # noqa: ARG002
         """A step has ended well."""
-        if self._step >= self._start_step and self._group is not None:
+        if self._step >= self._start_step and self._group is not None and self._group.size > 1:
             self._alone += 1
         self._step += 1
 

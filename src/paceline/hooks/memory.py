@@ -6,12 +6,16 @@ holds only if a rank forgets what it remembered when the message has really been
 lost, or a parameter that no rank used and whose average is thrown away, leaves the memory as it was.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
+
+# A rank with an eighth of the mean weight still passes on all that it remembers of everyone's average.
+_TRUST = 8
 
 
 class Notes:
@@ -37,6 +41,11 @@ class Notes:
         note: Tensor | None = self._new.get(parameter)
         return self._kept.get(parameter) if note is None else note
 
+    def scale_new(self, factor: float) -> None:
+        """Multiply what was put in this step."""
+        if len(self._new):
+            torch._foreach_mul_([*self._new.values()], factor)
+
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
         """The step has ended well, for the parameters that some rank used."""
         if not len(self._new):
@@ -48,25 +57,27 @@ class Notes:
 
 
 class Memory:
-    """Losses, as parts of the gradient itself: under a weight they are multiplied by it like the gradient.
-
-    Attributes:
-        weighed: whether this step's gradients are multiplied by weights.
-    """
+    """Losses, as parts of the gradient itself: under a weight they are multiplied by it like the gradient."""
 
     def __init__(self) -> None:
         self.losses = Notes()
-        self.weighed = False
         self._weight = 1.0
+
+    def meet(self, ranks: int) -> None:
+        """There are so many ranks from now on."""
 
     def begin(self, weight: float | None) -> None:
         """A step begins."""
         self.losses.begin()
-        self.weighed = weight is not None
         self._weight = 1.0 if weight is None else weight
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
-        """A step has ended well."""
+    def finish(
+        self,
+        parameters: Sequence[Parameter],
+        used: Sequence[int],
+        total: float | None,  # noqa: ARG002  # others need it
+    ) -> None:
+        """A step has ended well, in which the ranks' weights added up to a total."""
         self.losses.finish(parameters, used)
 
     def add_to(self, values: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
@@ -85,13 +96,17 @@ class Memory:
         """Take down what was not sent this time."""
         if not self._weight:  # this rank sent nothing: there is nothing new
             return
-        if self._weight != 1:
-            torch._foreach_div_([*losses], self._weight)
+        losses = self._for_a_weight_of_one(losses)
         # A sum is finite if all its parts are, but for a few that only look bad; elements are looked at then.
         if not torch.stack([loss.sum() for loss in losses]).isfinite().all():
             losses = [*map(self._sound, losses, parameters)]
         for loss, parameter in zip(losses, parameters, strict=True):
             self.losses.put(parameter, loss)
+
+    def _for_a_weight_of_one(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._weight != 1:
+            torch._foreach_div_([*losses], self._weight)
+        return losses
 
     def _recall(self, parameter: Parameter, like: Tensor) -> Tensor | None:
         loss = self.losses.get(parameter)
@@ -103,3 +118,38 @@ class Memory:
         """A loss without what is not finite: one bad gradient must not spoil all that come."""
         before = self._recall(parameter, loss)
         return torch.where(loss.isfinite(), loss, 0.0 if before is None else before)
+
+
+class SharedMemory(Memory):
+    """Losses of everyone's average, which one rank remembers: parts of a gradient that all ranks have made.
+
+    How much all weights come to is known only when a step has ended. Until then the last total stands for it,
+    less where this rank's own weight is less than it was, and no more than a multiple of that: lest a step of
+    few samples gets the losses of many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks = 1
+        self._own = 1.0
+        self._total = math.inf
+
+    def meet(self, ranks: int) -> None:
+        """There are so many ranks from now on."""
+        self._ranks = ranks
+
+    def begin(self, weight: float | None) -> None:
+        """A step begins."""
+        before, self._own = self._own, 1.0 if weight is None else weight
+        shrunk = self._total * min(1.0, self._own / before) if before else self._total
+        super().begin(min(shrunk, _TRUST * self._ranks * self._own) if self._own else 0.0)
+
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
+        """A step has ended well: what it lost is now known by weight."""
+        self._total = self._ranks if total is None else total
+        if self._total:
+            self.losses.scale_new(1 / self._total)
+        super().finish(parameters, used, total)
+
+    def _for_a_weight_of_one(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
+        return losses  # not before the total is known

@@ -78,10 +78,10 @@ class PowerSGD(Hook):
         self._memory.begin(weight)
         self._directions.begin()
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """A step has ended well."""
         self._step += 1
-        self._memory.finish(parameters, used)
+        self._memory.finish(parameters, used, total)
         self._directions.finish(parameters, used)
 
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:

@@ -45,9 +45,9 @@ class Rounds(Exchange):
         self.gain = float(ranks)
         self._hook.begin(weight)
 
-    def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
+    def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """Tell the hook that the step has ended well."""
-        self._hook.finish(parameters, used)
+        self._hook.finish(parameters, used, total)
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Run the hook up to its first collective."""

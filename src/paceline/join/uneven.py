@@ -8,7 +8,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.errors import OptionError, StepError
-from paceline.join.attendance import attend
+from paceline.join.attendance import Attendance, attend
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
 
@@ -28,7 +28,7 @@ class Shadow(JoinHook):
         """Issue the collectives of one step of the ranks that have inputs, in their order."""
         wrapper = self._wrapper
         attendance = attend(wrapper._group, wrapper.device, active=False, synced=False)
-        wrapper._buffer_source = attendance.authority
+        wrapper._follow(attendance)
         wrapper.reducer.prepare()
         if wrapper._check_sync_bufs_pre_fwd() or wrapper._check_sync_bufs_post_fwd():
             wrapper._sync_buffers()
@@ -90,7 +90,7 @@ class UnevenInputs(Joinable):
         if not self.reducer.exchange.joins or self._use_python_reducer:
             raise OptionError(
                 "join is not for hooks that average parameters, nor for reductions in a compiled graph "
-                f"(hook: {type(self.reducer.exchange).__name__}, in graph: {self._use_python_reducer})"
+                f"(hook: {self.reducer.exchange.name}, in graph: {self._use_python_reducer})"
             )
         self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         self._stats.joins_uneven_inputs = True
@@ -113,8 +113,11 @@ class UnevenInputs(Joinable):
         if (told := Join.notify_join_context(self)) is not None:
             told.wait()
         attendance = attend(self._group, self.device, active=True, synced=synced)
+        self._follow(attendance)
+
+    def _follow(self, attendance: Attendance) -> None:
         self._buffer_source = attendance.authority
-        if not self._divides_by_all:
+        if attendance.synced and not self._divides_by_all:
             self.reducer.ranks = len(attendance.active)
 
     def _refuse_nested(self) -> None:
@@ -130,5 +133,6 @@ class UnevenInputs(Joinable):
         last = attend(self._group, self.device, active=is_last_joiner, synced=False)
         self._authoritative_rank = last.authority
         self._buffer_source = 0
+        self.reducer.ranks = self._group.size
         self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
         leave(self)

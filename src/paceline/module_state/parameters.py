@@ -45,7 +45,7 @@ def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, aw
 
 def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str] = ()) -> Slots:
     """The slots of a module; a parameter that is shared inside it has one, under its first name."""
-    sparse = set(_sparse(module))
+    sparse = set(sparse_parameters(module))
     found = Slots([], [], [])
     for name, parameter in module.named_parameters():
         if name in ignored or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -95,7 +95,8 @@ def _view(slot: Slot, parameter: Parameter) -> str:
     )
 
 
-def _sparse(module: nn.Module) -> Iterator[int]:
+def sparse_parameters(module: nn.Module) -> Iterator[int]:
+    """The ids of parameters whose gradients are expected to be sparse."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             yield id(layer.weight)

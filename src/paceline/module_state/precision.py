@@ -2,13 +2,15 @@
 
 Note [Low copies]. While the module's forward runs, its parameters are replaced by low-precision copies, which
 autograd knows as made from them. So the graph keeps the copies that it needs, however often it is gone
-through or recomputed, gradients arrive at the parameters in full precision, and whoever looks at the module
-outside its forward finds the parameters as they are. torch swaps the parameters' data instead, from forward
-to the end of a synced backward: whatever is written to them meanwhile is lost.
+through, and gradients arrive at the parameters in full precision. While a backward over that graph runs, the
+same copies are in place again, for checkpoints that are recomputed. Whoever looks at the module at any other
+time finds the parameters as they are. torch swaps the parameters' data instead, from forward to the end of a
+synced backward: whatever is written to them meanwhile is lost.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.errors import OptionError
+from paceline.module_state.parameters import sparse_parameters
 from paceline.tensors import tree
 
 
@@ -61,26 +64,25 @@ class Precision:
         self._cast_buffers()
         self._name_copies()
 
-    @contextlib.contextmanager
-    def lowered(self, inputs: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Have low-precision copies in the parameters' place; gives the inputs in that precision."""
+    def cast_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs in the precision that the module works in."""
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return inputs, kwargs
+        return tree.map_leaves(lambda leaf: _cast(leaf, dtype), (inputs, kwargs))  # type: ignore[no-any-return]
+
+    def copies(self) -> "LowCopies":
+        """New copies of the parameters as they are."""
         dtype = self.policy.param_dtype
         if dtype is None:
-            yield inputs, kwargs
-            return
-        if self.policy.cast_forward_inputs:
-            inputs, kwargs = tree.map_leaves(lambda leaf: _cast(leaf, dtype), (inputs, kwargs))
+            return LowCopies(self._module, [], {})
         places = self._places()
-        copies = {id(each): _low_copy(owner, each, dtype) for owner, _, each in places}
-        try:
-            for owner, name, parameter in places:
-                owner._parameters[name] = copies[id(parameter)]  # type: ignore[assignment]
-            self._refresh_recurrent()
-            yield inputs, kwargs
-        finally:
-            for owner, name, parameter in places:
-                owner._parameters[name] = parameter
-            self._refresh_recurrent()
+        sparse = set(sparse_parameters(self._module))
+        copies: dict[int, Tensor] = {}
+        for _, _, parameter in places:
+            if id(parameter) not in copies:
+                copies[id(parameter)] = _low_copy(parameter, dtype, is_sparse=id(parameter) in sparse)
+        return LowCopies(self._module, places, copies)
 
     def lower_grads(self) -> None:
         """Leave gradients in low precision, if the policy says so."""
@@ -99,12 +101,6 @@ class Precision:
                     found.append((owner, name, parameter))
         return found
 
-    def _refresh_recurrent(self) -> None:
-        """Recurrent layers have a list of their weights beside the weights."""
-        for layer in self._module.modules():
-            if isinstance(layer, nn.RNNBase):
-                layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
-
     def _name_copies(self) -> None:
         """Give parameters the attributes by which torch's tests know low and full values."""
         for _, _, parameter in self._places():
@@ -117,6 +113,60 @@ class Precision:
         for name, buffer in self._module.named_buffers():
             if name not in self._ignored and dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(dtype)
+
+
+class LowCopies:
+    """One forward's copies, to be put in the parameters' place and taken out again.
+
+    A backward over that forward's graph needs them in place too, where it recomputes a checkpointed part. It
+    holds this object, so modules are held weakly: a module may keep its output, and through it the graph.
+
+    Args:
+        module: the module.
+        places: each layer with a parameter, the parameter's name there, and the parameter.
+        copies: by the parameter's id.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[tuple[nn.Module, str, Parameter]],
+        copies: Mapping[int, Tensor],
+    ) -> None:
+        self._recurrent = [weakref.ref(each) for each in module.modules() if isinstance(each, nn.RNNBase)]
+        self._places = [(weakref.ref(owner), name, parameter) for owner, name, parameter in places]
+        self._copies = copies
+        self._is_in = False
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the copies in the parameters' place."""
+        self.put()
+        try:
+            yield
+        finally:
+            self.take_out()
+
+    def put(self) -> bool:
+        """Put the copies in; returns whether they were not in yet."""
+        if self._is_in:
+            return False
+        self._is_in = True
+        self._set({id(parameter): self._copies[id(parameter)] for _, _, parameter in self._places})
+        return True
+
+    def take_out(self) -> None:
+        """Put the parameters back."""
+        self._is_in = False
+        self._set({id(parameter): parameter for _, _, parameter in self._places})
+
+    def _set(self, tensors: Mapping[int, Any]) -> None:
+        for owner, name, parameter in self._places:
+            if (layer := owner()) is not None:
+                layer._parameters[name] = tensors[id(parameter)]
+        for recurrent in self._recurrent:  # they have a list of their weights beside the weights
+            if (layer := recurrent()) is not None:
+                layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 def _read(policy: Any) -> MixedPrecision:
@@ -143,8 +193,8 @@ class _Cast(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _low_copy(owner: nn.Module, parameter: Parameter, dtype: torch.dtype) -> Tensor:
-    if getattr(owner, "sparse", False):
+def _low_copy(parameter: Parameter, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
+    if is_sparse:
         low: Tensor = _Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
         return low
     return parameter.to(dtype)

@@ -126,6 +126,24 @@ def mark(outputs: Iterable[Any], begins: Callable[[], object], *, but: Iterable[
             node.register_prehook(_Mark(node, begins))
 
 
+def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Callable[[], None]) -> None:
+    """Call ``enter`` when any backward reaches one of the outputs, and ``leave`` when that one has ended.
+
+    Args:
+        outputs: what a module returned.
+        enter: called; returns whether ``leave`` is to follow.
+        leave: called, whether that backward succeeds or not.
+    """
+
+    def reached(_grads: object) -> None:
+        if enter():
+            at_end_of_backward(leave, leave)
+
+    for node in {output.grad_fn for output in outputs if isinstance(output, Tensor)}:
+        if node is not None:
+            node.register_prehook(reached)
+
+
 def at_end_of_backward(finish: Callable[[], None], lose: Callable[[], None]) -> None:
     """Have ``finish`` called when the running backward has ended, or ``lose`` when it was given up."""
     Variable._execution_engine.queue_callback(_End(finish, lose))

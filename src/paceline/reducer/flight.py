@@ -75,7 +75,7 @@ class Flight:
         if is_carrier and self._exchange.carries_waybill:
             self._write_waybill(report)
         if bucket.slots or self._exchange.carries_waybill:
-            self.pending[number] = self._launch(bucket, number, is_last=is_carrier)
+            self.pending[number] = self._launch(bucket, number, is_last=number == self._fleet.plan.last)
 
     def _launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         try:
@@ -114,9 +114,11 @@ class Flight:
             self._launch_rest()
             return
         self._deadline = time.monotonic() + _PATIENCE
-        with contextlib.suppress(_UnheardError):
-            self.settle()
-        self._deadline = math.inf
+        try:
+            with contextlib.suppress(_UnheardError):
+                self.settle()
+        finally:
+            self._deadline = math.inf
 
     def _launch_rest(self) -> None:
         for number, bucket in enumerate(self._fleet.buckets):
@@ -215,7 +217,7 @@ class Flight:
     def _look_around(self, number: int) -> None:
         """A wait takes long: say so, and see whether another rank has left."""
         if time.monotonic() > self._deadline:
-            raise _UnheardError
+            raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
         roll_call = self._group.roll_call
         roll_call.post(self._step, number)
         for rank in roll_call.broken(self._step):

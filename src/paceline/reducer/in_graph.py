@@ -6,7 +6,7 @@ rank must use the same parameters in a step, as torch's wrapper asks too.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ref
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch import Tensor
 from paceline.comm.functional import all_reduced
 from paceline.comm.group import Group
 from paceline.errors import UnsupportedError
-from paceline.hooks.exchange import Exchange
-from paceline.hooks.rounds import Rounds
+from paceline.hooks.comm_hook import CommHook
+from paceline.hooks.exchange import Average, Exchange, LowPrecisionAverage
 
 
 class Settings(Protocol):
@@ -24,14 +24,12 @@ class Settings(Protocol):
     Attributes:
         syncs: whether a backward is synced.
         group: whom to average with.
-        exchange: how buckets are averaged otherwise.
-        comm_hooks: pairs of a hook and its state, called with ``(gradient, parameter)`` if there are any.
+        exchange: how buckets are averaged otherwise; a user's hook gets ``(gradient, parameter)`` here.
     """
 
     syncs: bool
     group: Group
     exchange: Exchange
-    comm_hooks: list[tuple[Callable[..., Any], Any]]
 
     @property
     def weighed(self) -> bool:
@@ -48,11 +46,12 @@ def traced_reduction(reducer: Settings) -> Callable[[Tensor], None]:
             return
         if here.weighed:
             raise UnsupportedError("contributions cannot be weighed in a compiled backward")
-        if isinstance(here.exchange, Rounds):
-            raise UnsupportedError(f"{here.exchange.name} cannot be used in a compiled backward")
-        if here.comm_hooks:
-            for hook, state in here.comm_hooks:
-                hook(state, (grad, parameter))
+        if isinstance(here.exchange, CommHook) and not here.exchange.is_built_in:
+            here.exchange.call((grad, parameter))
+        elif not isinstance(here.exchange, Average | LowPrecisionAverage):
+            raise UnsupportedError(
+                f"{here.exchange.name} cannot be used in a compiled backward; run backward outside of it"
+            )
         else:
             grad.copy_(all_reduced(grad / here.group.size, here.group.process_group))
 

@@ -28,6 +28,9 @@ class Member(Protocol):
     def finish(self) -> None:
         """End its step."""
 
+    def follow_up(self) -> None:
+        """Do what follows a step that has ended well, on this rank alone."""
+
     def give_up(self, outcome: Outcome, reason: str) -> None:
         """Tell the other ranks that its step is lost."""
 
@@ -75,14 +78,21 @@ class Lane:
         failed: BaseException | None = None
         for member in self._alive():
             member.expected = False
+        ended = []
         for member in [member for member in self._alive() if member.is_in(backward)]:
             if failed is not None:
                 member.drop()
                 continue
             try:
                 member.finish()
+                ended.append(member)
             except BaseException as error:  # raised below, when the others are done
                 failed = error
+        for member in ended:
+            try:
+                member.follow_up()
+            except BaseException as error:
+                failed = failed or error
         if failed is not None:
             try:
                 raise failed

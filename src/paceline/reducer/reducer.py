@@ -72,7 +72,6 @@ class Reducer:
         summary: what the ranks said of the last step.
         times: when what happened in the last step.
         error: the last error in words.
-        comm_hooks: users' hooks and their states, for a backward that is compiled.
         remote: watches distributed autograd.
         trainable_at_wrap: slots that the first plan covers; torch's figures count them alone.
     """
@@ -101,7 +100,6 @@ class Reducer:
         self.ranks = group.size
         self.syncs = True
         self.weighs = True
-        self.comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self.step = 0
         self.summary: Summary | None = None
         self.times = Times()
@@ -142,6 +140,8 @@ class Reducer:
             self._settle_given_up()
             if self.strict is not None:
                 self.strict.begin()
+            if not self.step:
+                self.in_backward.look()
             if self.fleet.plan is not self.planner.plan:
                 self._lay_out()
             self._watch()
@@ -241,12 +241,14 @@ class Reducer:
             self._start_step()
             self._current.shadow()
             self.finish()
+            self.follow_up()
 
     def end_shadows(self) -> None:
         """Give parameters the gradients back that they had before the first shadow."""
         own, self._own_grads = self._own_grads, None
-        for parameter, grad in zip(self.parameters, own or (), strict=own is not None):
-            parameter.grad = grad
+        if own is not None:
+            for parameter, grad in zip(self.parameters, own, strict=True):
+                parameter.grad = grad
 
     @property
     def launched(self) -> int:
@@ -353,11 +355,16 @@ class Reducer:
                 raise
             finally:
                 self._rest()
+
+    def follow_up(self) -> None:
+        """Do what follows a step that has ended well: what raises here is this rank's affair alone."""
+        assert self.summary is not None
+        with torch.no_grad():
+            self.exchange.finish(self._whole, self.summary.used, self.summary.total_weight)
+            while self._awaited:
+                self._awaited.pop().wait()
             if self.precision is not None:
                 self.precision.lower_grads()
-            # The step has ended: what a hook or an optimizer raises from here on is no longer its affair.
-            if self.summary is not None:
-                self.exchange.finish(self._whole, self.summary.used)
             self.in_backward.step()
 
     def _rest(self) -> None:
@@ -373,8 +380,6 @@ class Reducer:
         self.planner.learn(summary.order)
         self.summary = summary
         self._buffers.learn(changed=summary.buffers_changed)
-        while self._awaited:
-            self._awaited.pop().wait()
         self._accumulation.clear()
         self.ranks = self.group.size
         self.step += 1
