@@ -4,6 +4,7 @@ from paceline import hooks
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
+    BrokenHookError,
     CountError,
     DeviceError,
     DimensionError,
@@ -36,6 +37,7 @@ from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BrokenHookError",
     "CountError",
     "DataParallel",
     "DeviceError",

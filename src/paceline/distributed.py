@@ -306,8 +306,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         if not groups.is_default(self.process_group):
             raise WrapError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
-                "Pickle the module itself, or wrap it again after loading"
+                "only a wrapper of the default process group can be copied or pickled; another group is "
+                "not known elsewhere; pickle the module itself, and wrap it again"
             )
         attributes = copy.copy(self.__dict__)
         for name in (

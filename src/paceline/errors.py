@@ -7,11 +7,11 @@
     │   └── NothingError (IndexError)        no outputs to gather
     ├── ShapeError (RuntimeError)            tensors that cannot be cut or joined, named by path
     ├── DimensionError (IndexError)          a tensor lacks the dimension to cut or join along, named by path
-    ├── UnsupportedError (RuntimeError)      a module that cannot be replicated
+    ├── UnsupportedError (RuntimeError)      what is not done, or not together with something else
     ├── CountError (AssertionError)          as many of one thing as of another are needed
     ├── OptionError (ValueError)             an argument that is not allowed, or not with the others
     │   └── HookSignatureError               a communication hook whose annotations say something else
-    ├── HookTypeError (TypeError)            a communication hook that cannot be called
+    ├── HookTypeError (TypeError)            what cannot be a communication hook or a compressor
     │   └── HookArgumentsError (KeyError)    a communication hook that takes other arguments
     ├── WrapError (RuntimeError)             a module that cannot be wrapped
     │   └── MismatchError                    ranks that wrapped different models
@@ -62,7 +62,7 @@ class DimensionError(PacelineError, IndexError):
 
 
 class UnsupportedError(PacelineError, RuntimeError):
-    """A module that cannot be replicated."""
+    """What is not done, or not together with something else; the message says with what."""
 
 
 class ShapeError(PacelineError, RuntimeError):
@@ -82,7 +82,7 @@ class HookSignatureError(OptionError):
 
 
 class HookTypeError(PacelineError, TypeError):
-    """A communication hook that cannot be called."""
+    """What cannot be a communication hook or a compressor."""
 
 
 class HookArgumentsError(HookTypeError, KeyError):

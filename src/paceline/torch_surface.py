@@ -110,7 +110,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether the plan in force is the one that the first backward taught; torch's ZeRO hooks ask."""
-        return self.reducer.planner.rebuilt and self.reducer.fleet.plan is self.reducer.planner.plan
+        return self.reducer.uses_rebuilt_plan
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are marked, never cloned: there is nothing to switch off."""
@@ -129,13 +129,11 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         for name, parameter in self.module.named_parameters():
             reduced = parameter.requires_grad and name not in self.parameters_to_ignore
             if reduced and not any(parameter is given for given in parameters):
-                raise OptionError(
-                    f"Param with name {name} found in module parameters, but not DDP parameters."
-                )
+                raise OptionError(f"Param with name {name} is trained, but not among those given")
         if len(parameters) != len({id(parameter) for parameter in parameters} & names.keys()):
             raise OptionError(
-                "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
-                f"{len(parameters)} vs {len(names)}."
+                "Expected param to name mapping of the wrapper's own parameters, each given once "
+                f"(given: {len(parameters)}, known: {len(names)})"
             )
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
 
@@ -185,7 +183,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         comm_hook_location: Any = BufferHookLocation.POST_FORWARD,
     ) -> None:
         if not callable(hook):
-            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
+            raise AssertionError(f"a hook for module buffers is something to call (hook: {hook!r})")
         # torch's own enumeration has the same names.
         location = BufferHookLocation[comm_hook_location.name]
         self._buffers_in_module.hook = BufferHook(state, hook, location)
@@ -273,8 +271,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise OptionError(
-                "DDP runtime logging sample rate should be equal or greater than 1 "
-                f"(sample_rate: {sample_rate})"
+                f"one iteration in so many is sampled, so at least 1 (sample_rate: {sample_rate})"
             )
         self._stats.sample_rate = sample_rate
 

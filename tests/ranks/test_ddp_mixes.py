@@ -269,6 +269,7 @@ def odd_passes(rank: int) -> None:
                 ddp.zero_grad()
             with ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
                 ddp(rows(rank, step)).sum().backward()
+    assert all(grad.dtype is torch.float32 and grad.isfinite().all() for grad in grads(ddp))
 
 
 def test_inputs_that_end_in_an_accumulating_pass_under_mixed_precision(pair: RankPool) -> None:

@@ -212,7 +212,7 @@ def test_delayed_parameters_are_averaged_last_together(
 
 def bad_delays(_: int) -> None:
     net = Net()
-    with pytest.raises(OptionError, match="at the same time"):
+    with pytest.raises(OptionError, match="go together"):
         make(net, delay_all_reduce_named_params=[("first.weight", net.first.weight)])
     with pytest.raises(OptionError, match=r"others: \['stranger'\]"):
         make(

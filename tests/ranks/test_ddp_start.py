@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "lazy parameters": (lambda wrapper: wrapper(nn.LazyLinear(2)), "lazy module"),
     "two types of devices": (lambda wrapper: wrapper(OnTwoTypes()), "one type of device"),
     "meta device": (lambda wrapper: wrapper(nn.Linear(2, 2, device="meta")), "meta"),
-    "delays without a hook": (delays_without_hook, "need to be set at the same time"),
-    "a hook without delays": (hook_without_delays, "need to be set at the same time"),
+    "delays without a hook": (delays_without_hook, "go together"),
+    "a hook without delays": (hook_without_delays, "go together"),
 }
 
 

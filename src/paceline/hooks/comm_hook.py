@@ -13,7 +13,7 @@ from paceline.comm.pending import FuturePending, Pending
 from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
 from paceline.hooks.exchange import Bucket, Exchange, Unusual
 
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
+FutureHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
 
 
 class CommHook(Exchange):
@@ -38,10 +38,10 @@ class CommHook(Exchange):
         self,
         group: Group,
         state: Any,
-        hook: Hook,
+        hook: FutureHook,
         *,
         name: str | None = None,
-        remake: Callable[[Group], Hook] | None = None,
+        remake: Callable[[Group], FutureHook] | None = None,
     ) -> None:
         super().__init__(group)
         self._remake = remake

@@ -110,9 +110,8 @@ class Compressed(Hook):
         return rows - self._decode(messages, rows.shape[1], rows.dtype)
 
     def _mean(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        share = 1 / len(
-            messages
-        )  # taken before they are added, lest the sum overflows where the mean does not
+        # Divided before they are added, lest the sum overflows where the mean does not.
+        share = 1 / len(messages)
         first, *others = messages.split(1)
         mean = self._decode(first, numel, dtype)[0].mul_(share)
         for message in others:

@@ -30,7 +30,7 @@ def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, aw
     """The names of parameters that are to be reduced last, with the one whose gradient they wait for."""
     if (named is None) != (awaited is None):
         raise OptionError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together: which, and until when"
         )
     if named is None:
         return []

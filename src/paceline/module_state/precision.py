@@ -105,8 +105,8 @@ class Precision:
         """Give parameters the attributes by which torch's tests know low and full values."""
         for _, _, parameter in self._places():
             low = self.policy.param_dtype or parameter.dtype
-            parameter._mp_param = torch.empty(0, dtype=low, device=parameter.device)  # type: ignore[attr-defined]
-            parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+            parameter._mp_param = torch.empty(0, dtype=low)  # type: ignore[attr-defined]
+            parameter._fp_param = torch.empty(0, dtype=parameter.dtype)  # type: ignore[attr-defined]
 
     def _cast_buffers(self) -> None:
         dtype = self.policy.buffer_dtype

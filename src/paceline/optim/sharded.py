@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.group import Group
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
@@ -49,7 +48,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self._wrapper = wrapper
-        self._group = Group(wrapper.process_group)
+        self._group = wrapper._group
         self._loads = [0] * self._group.size
         self._owners: dict[Tensor, int] = {}
         self._own: Optimizer | None = None

@@ -89,6 +89,11 @@ class Flight:
         self._outcome = Outcome.EXHAUSTED
 
     @property
+    def is_shadow(self) -> bool:
+        """Whether this rank has nothing to contribute."""
+        return self._outcome is Outcome.EXHAUSTED
+
+    @property
     def has_room(self) -> bool:
         """Whether another bucket may leave now."""
         return not self._exchange.serial or all(pending.done() for pending in self.pending.values())

@@ -251,6 +251,11 @@ class Reducer:
                 parameter.grad = grad
 
     @property
+    def uses_rebuilt_plan(self) -> bool:
+        """Whether the plan in force is the one that the first backward taught."""
+        return self.planner.rebuilt and self.fleet.plan is self.planner.plan
+
+    @property
     def launched(self) -> int:
         """How many buckets left in the last step."""
         return 0 if self._step is None else len(self._step.flight.pending)

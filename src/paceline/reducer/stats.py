@@ -57,7 +57,7 @@ class Stats:
 
     def _layout(self) -> dict[str, Any]:
         reducer = self._reducer
-        rebuilt = reducer.planner.rebuilt and reducer.fleet.plan is reducer.planner.plan
+        rebuilt = reducer.uses_rebuilt_plan
         # torch counts trainable parameters only.
         number = {slot: index for index, slot in enumerate(reducer.trainable_at_wrap)}
         figures: dict[str, Any] = {

@@ -84,7 +84,6 @@ class Step:
         self._ranks = ranks
         self._accumulated = accumulated
         self._patient = patient
-        self._is_shadow = False
         self._untaken: list[int] = []
         self._schedule = Schedule(len(means.fleet.buckets), hold=hold)
         self.flight = Flight(means.fleet, means.exchange, means.group, number, means.times)
@@ -111,7 +110,6 @@ class Step:
         """Have nothing to contribute, and say so."""
         for bucket in self._means.fleet.buckets:
             bucket.zero()  # in new storage: parameters may hold parts of the old
-        self._is_shadow = True
         self.flight.shadow()
 
     def finalise(self) -> Summary:
@@ -161,7 +159,7 @@ class Step:
 
     def _skips(self, number: int) -> bool:
         plan = self._means.fleet.plan
-        may_skip = self._means.skips_unused and number != plan.carrier and not self._is_shadow
+        may_skip = self._means.skips_unused and number != plan.carrier and not self.flight.is_shadow
         return may_skip and not any(self._used[slot] for slot in plan.buckets[number])
 
     def _take(self, slot: int) -> None:
