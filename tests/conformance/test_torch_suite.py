@@ -69,18 +69,13 @@ def test_passes_with_paceline(run: Run, test: str) -> None:
     assert max(result["built"]["torch"]) == 0
 
 
-def test_a_run_without_pacelines_wrapper_is_noticed() -> None:
-    test = "test_DistributedDataParallelCPU"
-    run = Run([test], "--keep-torch")
-    result = run.result(test)
-    run.close()
+def test_the_program_fails_if_pacelines_wrapper_was_not_used(tmp_path: Path) -> None:
+    test, found = "test_DistributedDataParallelCPU", tmp_path / "found.json"
+    command = [sys.executable, str(PROGRAM), "--keep-torch", "--out", str(found), test]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert f"not under test: {test}" in done.stdout
+    (result,) = json.loads(found.read_text())
     assert result["outcome"] == "not under test"
     assert max(result["built"]["paceline"]) == 0
     assert min(result["built"]["torch"]) > 0
-
-
-def test_the_program_fails_if_pacelines_wrapper_was_not_used() -> None:
-    command = [sys.executable, str(PROGRAM), "--keep-torch", "test_DistributedDataParallelCPU"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "not under test: test_DistributedDataParallelCPU" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from wrappers import be_impatient
 
 from paceline import DistributedDataParallel, hooks
 from paceline.errors import HookError, PeerError, StalledError, StepError
@@ -313,6 +314,7 @@ class HookOnAGroup(BadHook):
 
 
 def hook_breaks_on_one(rank: int, mistake: str, cap: float) -> tuple[str, str]:
+    be_impatient()
     first, second = distributed.new_group(), distributed.new_group()  # both with torch's long timeout
     ddp = make(process_group=first, bucket_cap_mb=cap)
     hook = HookOnAGroup(mistake, first)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
-from wrappers import equal_on_all
+from wrappers import be_impatient, equal_on_all
 
 from paceline import (
     DistributedDataParallel,
@@ -112,6 +112,7 @@ def test_a_hooks_future_that_fails_on_one_rank(pair: RankPool, cap: float) -> No
 
 
 def failing_on_thawed(rank: int, how: str) -> None:
+    be_impatient()
     module = net()
     module[2].bias.requires_grad_(False)
     ddp = DistributedDataParallel(module)
@@ -147,6 +148,7 @@ class TrippingRounds(Hook):
 
 
 def tripping_rounds(rank: int) -> None:
+    be_impatient()
     ddp = DistributedDataParallel(net())
     hook = TrippingRounds()
     ddp.register_comm_hook(None, hook)
@@ -162,6 +164,7 @@ def test_an_own_hook_that_raises_between_its_collectives_on_one_rank() -> None:
 
 def out_of_step(rank: int) -> None:
     """A step of an optimizer in backward fails on one rank, whose count of steps is then one ahead."""
+    be_impatient()
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     ddp = DistributedDataParallel(module)

@@ -24,7 +24,7 @@ from hook_nets import (
 from meshes import data_rank, full, parallel, same_on_data_ranks
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Join
-from wrappers import Net, equal_on_all, rows
+from wrappers import Net, be_impatient, equal_on_all, rows
 
 from paceline import (
     DistributedDataParallel,
@@ -69,6 +69,7 @@ class TwoRounds(hooks.Hook):
 
 
 def raises_between(rank: int) -> list[str]:
+    be_impatient()
     ddp = wrap(TwoRounds(), cap=25)
     said = []
     for step in range(2):
@@ -104,6 +105,7 @@ class Exact:
 
 
 def compressor_raises(rank: int) -> list[str]:
+    be_impatient()
     ddp = wrap(hooks.with_error_feedback(Exact()), cap=25)
     said = []
     for step in range(2):
@@ -426,6 +428,7 @@ class Moody(hooks.Hook):
 
 
 def moody_hook(rank: int, where: str) -> None:
+    be_impatient()
     ddp = wrap(Moody(where))
     for step in range(3):
         with contextlib.suppress(ZeroDivisionError, RuntimeError):

@@ -3,6 +3,7 @@
 import builtins
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed, nn
 from torch.autograd import profiler
 
 import paceline.nn.parallel
+from paceline.comm import pending
 
 WRAPPERS: dict[str, Any] = {
     "torch": torch.nn.parallel.DistributedDataParallel,
@@ -65,6 +67,11 @@ def of_whole_batch(net: nn.Module, step: int = 0, ranks: tuple[int, ...] = (0, 1
         x = rows(rank, step).to(next(net.parameters()).dtype)
         (net(x).square().mean() / len(ranks)).backward()
     return grads(net)
+
+
+def be_impatient() -> None:
+    """Look around soon when a wait takes long, for tests in which one will."""
+    pending._UNUSUAL = pending._AGAIN = timedelta(seconds=0.3)
 
 
 def everyones(value: Any, group: Any = None) -> list[Any]:
