@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.errors import HookTypeError, OptionError
 from paceline.hooks import average, fp16, post_local_sgd, power_sgd, top_k, with_error_feedback
 from paceline.hooks.compressors import CHUNK, Cast, Compressor, Integers, TopK
-from paceline.hooks.memory import Memory
+from paceline.hooks.memory import Memory, SharedMemory
 
 TYPES = st.sampled_from([torch.float32, torch.float64])
 # Far from where floats end: there, rounding is not relative any more.
@@ -186,3 +186,23 @@ def test_a_parameter_that_is_gone_is_forgotten() -> None:
     del parameter
     gc.collect()
     assert len(memory.losses) == 0
+
+
+def test_a_bucket_that_is_reduced_twice_in_a_step_gets_its_shared_losses_once() -> None:
+    memory, parameter = SharedMemory(), nn.Parameter(torch.zeros(2))
+    memory.meet(4)
+    memory.begin(None)
+    memory.note([torch.tensor([4.0, 8.0])], [parameter])
+    memory.finish([parameter], [1], None)  # of four ranks, so a quarter for a weight of one
+    memory.begin(None)
+    first, second = torch.zeros(2), torch.zeros(2)
+    memory.add_to([first], [parameter])
+    memory.note([torch.tensor([1.0, 0.0])], [parameter])
+    memory.add_to([second], [parameter])
+    memory.note([torch.tensor([2.0, 0.0])], [parameter])
+    assert (first.tolist(), second.tolist()) == ([4.0, 8.0], [0.0, 0.0])
+    memory.finish([parameter], [1], None)
+    memory.begin(None)
+    third = torch.zeros(2)
+    memory.add_to([third], [parameter])
+    assert third.tolist() == [3.0, 0.0]

@@ -38,8 +38,13 @@ class Notes:
 
     def get(self, parameter: Parameter) -> Tensor | None:
         """What was put last: in this step, in which a bucket may be reduced twice, or in earlier ones."""
-        note: Tensor | None = self._new.get(parameter)
+        note = self.new(parameter)
         return self._kept.get(parameter) if note is None else note
+
+    def new(self, parameter: Parameter) -> Tensor | None:
+        """What was put in this step."""
+        note: Tensor | None = self._new.get(parameter)
+        return note
 
     def scale_new(self, factor: float) -> None:
         """Multiply what was put in this step."""
@@ -150,6 +155,16 @@ class SharedMemory(Memory):
         if self._total:
             self.losses.scale_new(1 / self._total)
         super().finish(parameters, used, total)
+
+    def note(self, losses: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
+        """Take down what was not sent this time, in addition to what a first reduction of this step lost."""
+        before = [self.losses.new(parameter) for parameter in parameters]
+        sums = [loss if old is None else old + loss for loss, old in zip(losses, before, strict=True)]
+        super().note(sums, parameters)
+
+    def _recall(self, parameter: Parameter, like: Tensor) -> Tensor | None:
+        # What a first reduction of this step has sent is not sent again, and its own loss has no total yet.
+        return None if self.losses.new(parameter) is not None else super()._recall(parameter, like)
 
     def _for_a_weight_of_one(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
         return losses  # not before the total is known
