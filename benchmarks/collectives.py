@@ -31,7 +31,8 @@ import argparse
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from measure import Row, machine, ratio, report, samples, slowest, timing
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.testing import run_ranks
+from paceline.testing import RankPool
 
 SIDES = ("gloo", "backend", "shared", "floor")
 OURS = ("backend", "shared")
@@ -162,12 +163,22 @@ class Exercise:
         return self.output
 
 
-def prepare(side: str, case: Case) -> Exercise:
+@contextmanager
+def backend_group() -> Iterator[Any]:
+    """A group of the backend "paceline", of all ranks."""
+    group = dist.new_group(backend="paceline")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def prepare(side: str, case: Case, stack: ExitStack) -> Exercise:
     match side:
         case "gloo":
             return through_torch(case, dist.group.WORLD)
         case "backend":
-            return through_torch(case, dist.new_group(backend="paceline"))
+            return through_torch(case, stack.enter_context(backend_group()))
         case "shared":
             return in_shared_memory(case)
         case _:
@@ -192,12 +203,13 @@ def in_shared_memory(case: Case) -> Exercise:
 def seconds_on_rank(
     rank: int, case: Case, sides: Sequence[str], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    exercises = {side: prepare(side, case) for side in sides}
-    collectives = {side: exercise for side, exercise in exercises.items() if side != "floor"}
-    before = check(rank, case, collectives)
-    turns = {side: exercise.call for side, exercise in exercises.items()}
-    seconds = samples(turns, rounds=rounds, calls=calls, before=dist.barrier, untimed=1)
-    assert check(rank, case, collectives) == before, f"a result differs from the same one before ({case})"
+    with ExitStack() as stack:
+        exercises = {side: prepare(side, case, stack) for side in sides}
+        collectives = {side: exercise for side, exercise in exercises.items() if side != "floor"}
+        before = check(rank, case, collectives)
+        turns = {side: exercise.call for side, exercise in exercises.items()}
+        seconds = samples(turns, rounds=rounds, calls=calls, before=dist.barrier, untimed=1)
+        assert check(rank, case, collectives) == before, f"a result differs from the same one before ({case})"
     return seconds
 
 
@@ -231,8 +243,8 @@ def bandwidth_on_rank(rank: int, rounds: int, calls: int) -> dict[str, list[floa
     return samples(turns, rounds=rounds, calls=calls, before=dist.barrier)
 
 
-def bandwidth_rows(world: int, rounds: int, calls: int) -> list[Row]:
-    seconds = slowest(run_ranks(bandwidth_on_rank, world, args=(rounds, calls), timeout=TIMEOUT_SECONDS))
+def bandwidth_rows(pool: RankPool, world: int, rounds: int, calls: int) -> list[Row]:
+    seconds = slowest(pool.run(bandwidth_on_rank, rounds, calls))
     timings = {name: timing(values) for name, values in seconds.items()}
     what = f"copy_ of {shown_size(BANDWIDTH_BYTES)}, {world} ranks"
     copying = {"one rank alone": 1, "all at once": world}
@@ -270,25 +282,27 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Row], dict[Case, Second
     rows: list[Row] = []
     measured: dict[Case, Seconds] = {}
     for world in arguments.worlds:
-        rows += bandwidth_rows(world, arguments.rounds, QUICK_CALLS)
-    for case in (
-        Case(collective, world, size)
-        for collective in arguments.collectives
-        for world in arguments.worlds
-        for size in arguments.sizes
-    ):
-        print(f"timing {case}", file=sys.stderr)
-        calls = QUICK_CALLS if arguments.quick else case.calls
-        args = (case, sides_of(case.collective, arguments.sides), arguments.rounds, calls)
-        measured[case] = slowest(run_ranks(seconds_on_rank, case.world, args=args, timeout=TIMEOUT_SECONDS))
-        rows += case_rows(case, measured[case])
+        with RankPool(world, timeout=TIMEOUT_SECONDS) as pool:
+            rows += bandwidth_rows(pool, world, arguments.rounds, QUICK_CALLS)
+            for case in (
+                Case(name, world, size) for name in arguments.collectives for size in arguments.sizes
+            ):
+                print(f"timing {case}", file=sys.stderr)
+                measured[case] = time_case(pool, case, arguments)
+                rows += case_rows(case, measured[case])
     return rows, measured
 
 
+def time_case(pool: RankPool, case: Case, arguments: argparse.Namespace) -> Seconds:
+    sides, calls = sides_of(case.collective, arguments.sides), QUICK_CALLS if arguments.quick else case.calls
+    return slowest(pool.run(seconds_on_rank, case, sides, arguments.rounds, calls))
+
+
 def draw(path: Path, measured: Mapping[Case, Seconds], *, columns: int) -> None:
-    """Plot each side's time against the size, a panel for each collective and world."""
+    """Plot each side's time against the size: a panel for each collective, one above another, and world."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for case, seconds in measured.items():
+    order = list(COLLECTIVES)
+    for case, seconds in sorted(measured.items(), key=lambda item: order.index(item[0].collective)):
         lines = panels.setdefault(f"{case.collective}, {case.world} ranks", {})
         for side, values in seconds.items():
             lines.setdefault(side, []).append((case.size, timing(values).median))

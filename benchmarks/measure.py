@@ -167,7 +167,8 @@ def report(title: str, rows: Sequence[Row], path: Path | None) -> None:
     Neighbours that say the same ``what`` have the same timings, and are shown as one with several figures.
     """
     table = Table(title=title, caption=machine(), show_lines=True)
-    for column in ("what", "median (quartiles)", "figure and target"):
+    table.add_column("what", overflow="fold", max_width=32)
+    for column in ("median (quartiles)", "figure and target"):
         table.add_column(column, overflow="fold")
     for what, alike in itertools.groupby(rows, key=lambda row: row.what):
         first, *others = alike
