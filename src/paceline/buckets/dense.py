@@ -10,6 +10,7 @@ the copying, and scaled when the bucket leaves.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ from paceline.tensors.dtensor import Trained
 
 # Elements from which a gradient is large; 128 KiB of float32.
 PROMPT_NUMEL = 32768
+
+
+class Empty(Protocol):
+    """Makes a flat tensor."""
+
+    def __call__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...  # noqa: D102
 
 
 class DenseBucket:
@@ -31,6 +38,7 @@ class DenseBucket:
         tail: how many elements to keep free behind the gradients.
         as_views: whether parameters get views of the storage for gradients, or keep tensors of their own.
         dtype: in which data type gradients travel; the parameters' own if None.
+        empty: makes the storage.
     """
 
     def __init__(
@@ -42,7 +50,9 @@ class DenseBucket:
         tail: int = 0,
         as_views: bool,
         dtype: torch.dtype | None = None,
+        empty: Empty,
     ) -> None:
+        self._empty = empty
         self.slots = slots
         self.parameters = parameters
         self._device = device
@@ -253,7 +263,7 @@ class DenseBucket:
         dtype = self._travels_as(like)
         width = 2 if dtype.is_complex else 1
         numel = width * sum(slot.numel for slot in self.slots)
-        flat = torch.empty(numel + self._tail, dtype=dtype.to_real(), device=like.device)
+        flat = self._empty(numel + self._tail, dtype=dtype.to_real(), device=like.device)
         gradients = flat[:numel]
         self._typed = torch.view_as_complex(gradients.view(-1, 2)) if dtype.is_complex else gradients
         self._cut()
