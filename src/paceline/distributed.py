@@ -62,8 +62,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         bucket_cap_mb: MiB of gradients that are reduced together; 25 by default, with a first bucket of 1.
         find_unused_parameters: taken for torch's sake; unused parameters need no flag.
         check_reduction: deprecated in torch, without effect.
-        gradient_as_bucket_view: let gradients be views of the buckets: saves the memory of one set of
-            gradients.
+        gradient_as_bucket_view: let gradients change in the next step, whoever holds them. They are parts of
+            the buckets in any case, but otherwise a bucket of which somebody holds a part takes new memory.
         static_graph: taken for torch's sake; changing graphs need no flag.
         delay_all_reduce_named_params: names and parameters whose gradients are reduced last, all together.
         param_to_hook_all_reduce: the parameter whose gradient they wait for.
