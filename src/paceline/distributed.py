@@ -29,7 +29,7 @@ from paceline.module_state.broadcast import broadcast_state
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
 from paceline.observe.environment import log_environment
-from paceline.options import CapOptions, buffer_options, strict_mode
+from paceline.options import CapOptions, Transport, buffer_options, strict_mode
 from paceline.reducer.autograd_hooks import current_backward, during_backward, mark
 from paceline.reducer.planner import Planner
 from paceline.reducer.reducer import Reducer
@@ -62,8 +62,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         bucket_cap_mb: MiB of gradients that are reduced together; 25 by default, with a first bucket of 1.
         find_unused_parameters: taken for torch's sake; unused parameters need no flag.
         check_reduction: deprecated in torch, without effect.
-        gradient_as_bucket_view: let gradients be views of the buckets: saves the memory of one set of
-            gradients.
+        gradient_as_bucket_view: let gradients change in the next step, whoever holds them. They are parts of
+            the buckets in any case, but otherwise a bucket of which somebody holds a part takes new memory.
         static_graph: taken for torch's sake; changing graphs need no flag.
         delay_all_reduce_named_params: names and parameters whose gradients are reduced last, all together.
         param_to_hook_all_reduce: the parameter whose gradient they wait for.
@@ -77,6 +77,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         rebuild_plan: after the first backward, order buckets by the arrival of gradients.
         strict: raise where torch's wrapper raises; by default as ``PACELINE_STRICT`` in the environment says.
         share_attributes: find attributes that the wrapper lacks on the module.
+        transport: "auto" reduces in shared memory among ranks of one host, and over the process group between
+            hosts; "c10d" leaves everything to the process group.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         rebuild_plan: bool = True,
         strict: bool | None = None,
         share_attributes: bool = False,
+        transport: str = "auto",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -135,6 +138,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self._rebuild_plan = rebuild_plan
         self._strict = strict_mode(asked=strict)
         self._share_attributes = share_attributes
+        self._transport = Transport(transport)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and does nothing", FutureWarning, stacklevel=2)
         self._group = Group(self.process_group)
@@ -143,6 +147,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:
             self._start_equal(buffers=init_buffers)
+        self._share_memory()
         self._build_reducer()
         if static_graph:
             self._set_static_graph()
@@ -363,6 +368,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             ("rebuild_plan", repr(self._rebuild_plan)),
             ("delayed parameters", repr(self._delayed)),
             ("mixed precision", repr(self.mixed_precision)),
+            ("the transport", repr(self._transport.name)),
         ]
         check_same(self._group, state.describe(self._slots), options, self.device)
         self._broadcast_state(source=0, buffers=buffers)

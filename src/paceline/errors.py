@@ -22,6 +22,10 @@
     │   │   └── BrokenHookError              one made between two of the hook's collectives
     │   ├── WeightsError                     contributions weighed on some ranks only
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
+    ├── CollectiveError (RuntimeError)       a collective in shared memory that could not be finished
+    │   ├── LostRankError                    because ranks have ended; names them
+    │   ├── LateRankError                    because ranks did not come in time; names them
+    │   └── UnmatchedError                   because ranks called different ones
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -126,6 +130,22 @@ class WeightsError(StepError):
 
 class StrictError(StepError):
     """Strict mode: here torch's wrapper raises."""
+
+
+class CollectiveError(PacelineError, RuntimeError):
+    """A collective in shared memory that could not be finished."""
+
+
+class LostRankError(CollectiveError):
+    """Ranks of this host have ended; the message names them."""
+
+
+class LateRankError(CollectiveError):
+    """Ranks of this host did not come within the group's timeout; the message names them."""
+
+
+class UnmatchedError(CollectiveError):
+    """Ranks called different collectives; the message has both."""
 
 
 class ShardError(PacelineError, RuntimeError):

@@ -64,6 +64,22 @@ class CapOptions:
         return tuple(self.listed) or (sys.maxsize,)
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How gradients travel: "auto" or "c10d"."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in ("auto", "c10d"):
+            raise OptionError(f'transport must be "auto" or "c10d" (transport: {self.name!r})')
+
+    @property
+    def may_share(self) -> bool:
+        """Whether shared memory may be used."""
+        return self.name == "auto"
+
+
 def strict_mode(*, asked: bool | None) -> bool:
     """Whether to raise where torch's wrapper raises: as asked, else as the environment says."""
     return os.environ.get("PACELINE_STRICT", "0") == "1" if asked is None else asked

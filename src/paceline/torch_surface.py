@@ -23,7 +23,7 @@ from paceline.hooks.comm_hook import CommHook
 from paceline.module_state.buffers import BufferHook, BufferHookLocation, ModuleBuffers, broadcast_in_place
 from paceline.module_state.parameters import Slots
 from paceline.observe.logging_data import construction_data
-from paceline.options import CapOptions
+from paceline.options import CapOptions, Transport
 from paceline.reducer.in_graph import traced_reduction
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
@@ -62,6 +62,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     _caps: CapOptions
     _group: Group
     _slots: Slots
+    _transport: Transport
     _buffers_in_module: ModuleBuffers
     _stats: Stats
     _use: Callable[[CommHook], None]
@@ -241,7 +242,13 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         if groups.belongs_to(new_process_group):
             self.process_group = new_process_group
             self._group = Group(new_process_group)
+            self._share_memory()
             self.reducer.move_to(self._group)
+
+    def _share_memory(self) -> None:
+        """Reduce in shared memory where that can be done; every rank of the group does this at once."""
+        if self._transport.may_share and self.device_type == "cpu":
+            self._group.share_memory(room=sum(slot.nbytes for slot in self._slots.slots))
 
     @property
     def _distributed_rank(self) -> int:

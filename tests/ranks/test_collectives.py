@@ -1,4 +1,4 @@
-"""What a step costs in collectives, counted by torch's profiler, not by us."""
+"""What a step costs in collectives of the process group, counted by torch's profiler, not by us."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def step(ddp: nn.Module) -> None:
 
 
 def each_step(rank: int, steps: int) -> list[dict[str, int]]:
-    ddp = DistributedDataParallel(Choosy(rank))
+    ddp = DistributedDataParallel(Choosy(rank), transport="c10d")
     return [dict(collectives(lambda: step(ddp))) for _ in range(steps)]
 
 
@@ -63,7 +63,7 @@ class Recomputed(nn.Module):
 
 
 def each_recomputed_step(_: int) -> list[dict[str, int]]:
-    ddp = DistributedDataParallel(Recomputed())
+    ddp = DistributedDataParallel(Recomputed(), transport="c10d")
     return [dict(collectives(lambda: step(ddp))) for _ in range(4)]
 
 
@@ -72,7 +72,7 @@ def test_a_step_ends_with_the_outermost_backward(pool: RankPool) -> None:
 
 
 def each_weighed_step(rank: int) -> list[dict[str, int]]:
-    ddp = DistributedDataParallel(Choosy(rank))
+    ddp = DistributedDataParallel(Choosy(rank), transport="c10d")
 
     def act() -> None:
         with ddp.no_sync(), ddp.weigh(2):
@@ -88,7 +88,7 @@ def test_weights_and_accumulation_add_no_collective(pool: RankPool) -> None:
 
 
 def per_bucket(rank: int) -> dict[str, int]:
-    ddp = DistributedDataParallel(Choosy(rank), bucket_cap_mb=1e-5)
+    ddp = DistributedDataParallel(Choosy(rank), bucket_cap_mb=1e-5, transport="c10d")
     for _ in range(2):
         step(ddp)
     assert len(ddp.reducer.fleet.buckets) == 10
@@ -115,7 +115,7 @@ class Normed(nn.Module):
 
 def broadcasts(_: int) -> list[int]:
     net = Normed()
-    ddp = DistributedDataParallel(net)
+    ddp = DistributedDataParallel(net, transport="c10d")
     constant = [collectives(lambda: step(ddp))["gloo:broadcast"] > 0 for _ in range(6)]
     net.counts = True
     changing = [collectives(lambda: step(ddp))["gloo:broadcast"] > 0 for _ in range(3)]
@@ -130,7 +130,7 @@ def test_buffers_that_stay_the_same_are_broadcast_no_more_until_they_change(pool
 
 
 def with_a_hook(rank: int) -> list[dict[str, int]]:
-    ddp = DistributedDataParallel(Choosy(rank))
+    ddp = DistributedDataParallel(Choosy(rank), transport="c10d")
     ddp.register_comm_hook(None, averaging)
     return [dict(collectives(lambda: step(ddp))) for _ in range(3)]
 
@@ -148,7 +148,7 @@ def test_a_hook_has_the_bucket_to_itself_and_the_waybill_goes_beside_it(pool: Ra
 def overlapped(_: int) -> list[int]:
     """How many reductions had been launched when the first layer's gradient was computed."""
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01, transport="c10d")
     launched = []
     layers[0].weight.register_hook(lambda _: launched.append(ddp.reducer.launched))
     for _ in range(3):
@@ -181,7 +181,7 @@ class Two(nn.Module):
 
 
 def planned(_: int, rebuild: bool) -> list[str]:
-    ddp = DistributedDataParallel(Two(), rebuild_plan=rebuild)
+    ddp = DistributedDataParallel(Two(), rebuild_plan=rebuild, transport="c10d")
     for _ in range(2):
         step(ddp)
     (bucket,) = ddp.reducer.fleet.buckets

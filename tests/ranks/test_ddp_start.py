@@ -229,6 +229,11 @@ DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str,
         ["'weight'", "sparse"],
     ),
     "rebuild_plan on one rank": (lambda _: linear(), lambda rank: {"rebuild_plan": rank == 0}, ["plan"]),
+    "c10d on one rank": (
+        lambda _: linear(),
+        lambda rank: {"transport": ("auto", "c10d")[rank]},
+        ["transport"],
+    ),
 }
 
 
@@ -253,7 +258,7 @@ def start(rank: int, options: dict[str, bool]) -> tuple[bool, bool, dict[str, in
     net = Net(seed=rank)
     net.scale.fill_(rank + 1.0)
     net.count = nn.Parameter(torch.full((3,), rank), requires_grad=False)
-    seen = collectives(lambda: DistributedDataParallel(net, **options))
+    seen = collectives(lambda: DistributedDataParallel(net, transport="c10d", **options))
     return equal_on_all([*net.parameters()]), equal_on_all([*net.buffers()]), dict(seen)
 
 

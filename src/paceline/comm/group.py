@@ -1,7 +1,8 @@
 """Our view of one process group."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.pending import Pending, SegmentsPending, WorkPending
 from paceline.comm.roll_call import RollCall
+from paceline.comm.shm.neighbours import Neighbours
+from paceline.comm.shm.transport import SharedMemory, neighbours_in
 from paceline.errors import OptionError, WrapError
 
 # Long messages of bytes travel in segments. Sent whole in both directions at once, acknowledgements wait
@@ -32,6 +35,8 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.name: str = process_group.group_name
+        self._shared: SharedMemory | None = None
+        self._hosts = self.size
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
         number = next(_members.setdefault(self.name, itertools.count()))
@@ -57,8 +62,54 @@ class Group:
         """The members' ranks in the default group."""
         return distributed.get_process_group_ranks(self.process_group)
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long ranks wait for each other."""
+        timeout: timedelta = self._options._timeout
+        return timeout
+
+    def share_memory(self, *, room: int) -> None:
+        """Reduce in shared memory from now on, where ranks share any; done by every rank at once.
+
+        Args:
+            room: how many bytes of it will be wanted.
+        """
+        if self.size == 1 or (near := neighbours_in(self.process_group, self)) is None:
+            return
+        channel = near.open(self, room=room, timeout=self.timeout.total_seconds())
+        if channel is None:
+            return
+        carriers = min(map(len, near.hosts))
+        self._hosts = len(near.hosts)
+        carry = None if self._hosts == 1 else self._carry_across(near, carriers)
+        self._shared = SharedMemory(channel, carry=carry, carriers=carriers)
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is to be reduced: shared memory if there is any."""
+        shared = None
+        if self._shared is not None and device.type == "cpu":
+            shared = self._shared.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device) if shared is None else shared
+
+    def finish_behind(self) -> None:
+        """Have this rank's part of what is in flight done, though nobody here will wait for it."""
+        if self._shared is not None:
+            self._shared.finish_behind()
+
+    def _carry_across(self, near: Neighbours, carriers: int) -> Callable[[Tensor], Pending] | None:
+        """Adds up over the hosts what a rank has of its own host's sum."""
+        if near.rank >= carriers:
+            return None
+        ranks = [self.global_ranks[host[near.rank]] for host in near.hosts]
+        across = distributed.new_group(
+            ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+        )
+        return lambda tensor: WorkPending(across.allreduce([tensor], self._sum), tensor)
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
+        if self._shared is not None and self._shared.takes(tensor):
+            return self._shared.all_reduce(tensor)
         return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
@@ -87,7 +138,9 @@ class Group:
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""
-        if tensors:
+        if tensors and self._shared is not None and self._hosts == 1:
+            self._shared.broadcast(tensors, source=source)
+        elif tensors:
             distributed._broadcast_coalesced(  # type: ignore[attr-defined]
                 self.process_group, list(tensors), bytes_at_once, source
             )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.buckets.dense import PROMPT_NUMEL, DenseBucket
+from paceline.buckets.dense import PROMPT_NUMEL, DenseBucket, Empty
 from paceline.buckets.plan import Plan, Slot
 from paceline.buckets.sparse import SparseBucket
 from paceline.hooks.exchange import Bucket
@@ -24,6 +24,7 @@ class Fleet:
         waybill_rides: whether the waybill travels behind the last bucket's gradients, or beside them.
         as_views: whether gradients are views of the buckets' storage.
         dtype: in which data type gradients travel; each in its parameter's own if None.
+        empty: makes the buckets' storage.
 
     Attributes:
         buckets: one for each of the plan's.
@@ -41,7 +42,9 @@ class Fleet:
         waybill_rides: bool,
         as_views: bool,
         dtype: torch.dtype | None = None,
+        empty: Empty,
     ) -> None:
+        self._empty = empty
         self.plan = plan
         self.waybill = waybill
         self.slots = slots
@@ -67,7 +70,15 @@ class Fleet:
         if slots and slots[0].sparse:
             return SparseBucket(slots[0], parameters[0], self._dtype)
         device = (parameters or self._parameters)[0].device
-        return DenseBucket(slots, parameters, device=device, tail=tail, as_views=as_views, dtype=self._dtype)
+        return DenseBucket(
+            slots,
+            parameters,
+            device=device,
+            tail=tail,
+            as_views=as_views,
+            dtype=self._dtype,
+            empty=self._empty,
+        )
 
     @property
     def tail(self) -> Tensor:

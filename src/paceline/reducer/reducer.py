@@ -393,6 +393,7 @@ class Reducer:
         """Forget a step that is lost, with all gradients: the same on every rank."""
         # What is in flight still reads and writes the storage.
         self._given_up = None if self._step is None else self._step.flight
+        self.group.finish_behind()
         for bucket in self.fleet.buckets:
             bucket.reset()
         for slot in self.planner.order:
@@ -426,6 +427,7 @@ class Reducer:
             waybill_rides=self.exchange.carries_waybill,
             as_views=self._as_views,
             dtype=None if self.precision is None else self.precision.reduce_dtype,
+            empty=self.group.empty,
         )
         learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
         self.ledger.expect_as(learned)

@@ -1,0 +1,90 @@
+"""Who holds a gradient besides its parameter.
+
+Parameters get parts of a bucket's storage for gradients, lent until the bucket needs them for the next step.
+Whoever keeps such a gradient finds it as it was: before a bucket writes to its storage it asks here, and
+where somebody still holds a part of it, that storage is left to its holders.
+
+Two counts tell. References to the Python object: variables and containers, and one more if anything holds
+the tensor in C++ (a ``.grad``, an autograd graph). Uses of the storage: arrays, slices, detached tensors, and
+references to the object that stands for it in Python.
+
+Private parts of torch that are used here, tried with torch 2.13: ``_storage_Use_Count``, ``_version``.
+"""
+
+from collections.abc import Sequence
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+
+from paceline.tensors.dtensor import Trained
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata) + getrefcount(storage)
+
+
+# What is counted for a tensor that is in one list and nowhere else.
+_REFERENCES = next(map(getrefcount, [object()]))
+_USES = _uses(torch.empty(0).untyped_storage())
+
+
+class Lent:
+    """The views of one storage.
+
+    Args:
+        views: new ones, so that nobody has any yet; held by this list alone.
+    """
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self._views = views
+        self._addresses = [*map(Tensor.data_ptr, views)]
+        self._storage = views[0].untyped_storage() if views else torch.UntypedStorage()
+        self._uses = _uses(self._storage)
+
+    def as_gradients(self, parameters: Sequence[Trained], *, anyone_may_hold: bool) -> set[int] | None:
+        """Places of views that still are their parameters' gradients; None if the storage must be left alone.
+
+        Autograd adds to such a gradient, so whoever holds it sees it change anyhow.
+
+        Args:
+            parameters: each view's parameter.
+            anyone_may_hold: whether it does not matter who holds views.
+        """
+        # Otherwise the storage was resized, or a view was given other data.
+        if [*map(Tensor.data_ptr, self._views)] != self._addresses:
+            return None
+        if anyone_may_hold:
+            return set()
+        are_used = _uses(self._storage) > self._uses
+        counts = [*map(getrefcount, self._views)]
+        if not are_used and max(counts, default=0) <= _REFERENCES:
+            return set()
+        lent = {place for place, view in enumerate(self._views) if parameters[place].grad is view}
+        if are_used:
+            return lent if len(lent) == len(self._views) else None
+        held = {place for place, count in enumerate(counts) if count > _REFERENCES}
+        return lent if held <= lent else None
+
+    def is_whole(self, place: int) -> bool:
+        """Whether a view is where it was."""
+        return self._views[place].data_ptr() == self._addresses[place]
+
+
+def held(grads: list[Tensor]) -> list[int]:
+    """Places in the list of those gradients that somebody else holds.
+
+    Args:
+        grads: gradients that were taken off their parameters, and are in this list alone.
+    """
+    counts = [*map(getrefcount, grads)]
+    # One that nothing was ever added to is fresh from autograd; of that there are no slices or arrays.
+    return [
+        place
+        for place, grad in enumerate(grads)
+        if counts[place] > _REFERENCES or (grad._version and _is_used(grad))
+    ]
+
+
+def _is_used(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and _uses(grad.untyped_storage()) > _USES

@@ -1,0 +1,132 @@
+"""One shared-memory file, mapped by the ranks of one host.
+
+It is far larger than any machine's memory: only what was reserved exists. So each rank has its own part of
+it, its lane, as long as it will ever need, and nobody has to be asked where something may be put.
+
+    head                                proof that ranks share the file
+    channels                            semaphores and notes of each channel
+    lane of local rank 0, 1, 2 …        blocks: what the rank lets others read and write
+
+Note [No file remains]. A memfd has no name, so it is gone with the last process that has it open. Ranks in
+other PID namespaces cannot open it; for them there is a file in /dev/shm, that only its owner may open, under
+a name that cannot be guessed, which is removed as soon as all have opened it.
+"""
+
+import ctypes
+import os
+import secrets
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shm import libc
+
+HEAD = 0
+HEAD_BYTES = 1 << 16
+CHANNELS = 1 << 20
+LANES = 1 << 40
+LANE_BYTES = 1 << 40
+MOST_RANKS = 1024
+_FILE_BYTES = LANES + MOST_RANKS * LANE_BYTES
+
+PAGE = os.sysconf("SC_PAGESIZE")
+# What is near each other is mapped at once.
+_WINDOW = 1 << 30
+# So many windows stay mapped; they cost address space only.
+_WINDOWS = 256
+_SHM = Path("/dev/shm")  # noqa: S108  # not a temporary file of a guessable name
+
+
+class Segment:
+    """An open shared-memory file.
+
+    Args:
+        file: its descriptor, which is owned.
+        path: where other processes of the host can open it.
+    """
+
+    def __init__(self, file: int, path: str) -> None:
+        self.file = file
+        self.path = path
+        self._owner = os.getpid()
+        self._windows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._close = weakref.finalize(self, os.close, file)
+
+    @classmethod
+    def nameless(cls) -> Self:
+        """A new one without a name, for ranks of this PID namespace."""
+        file = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        os.ftruncate(file, _FILE_BYTES)
+        return cls(file, f"/proc/{os.getpid()}/fd/{file}")
+
+    @classmethod
+    def named(cls) -> Self:
+        """A new one in /dev/shm, for ranks that share that and no more; to be unlinked soon."""
+        path = _SHM / f"paceline-{secrets.token_hex(16)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        segment = cls(file, str(path))
+        try:
+            os.ftruncate(file, _FILE_BYTES)
+        except BaseException:
+            segment.unlink()
+            raise
+        return segment
+
+    @classmethod
+    def at_path(cls, path: str) -> Self:
+        """One that another process has made."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its size is limited by more than the machine's memory."""
+        return self.path.startswith(str(_SHM))
+
+    def unlink(self) -> None:
+        """Have no name any more."""
+        if self.is_limited:
+            Path(self.path).unlink(missing_ok=True)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Have memory there; raises OSError if there is not enough, where a write would kill the process."""
+        os.posix_fallocate(self.file, offset, nbytes)
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give memory back."""
+        # A forked child has the file and these objects too, and they are not its own to take away.
+        if os.getpid() == self._owner and self._close.alive:
+            libc.punch(self.file, offset, nbytes)
+
+    def at(self, offset: int, nbytes: int) -> Tensor:
+        """The bytes at a place, of which there must be memory."""
+        start, length = _window(offset, nbytes)
+        window = self._windows.get((start, length))
+        if window is None:
+            window = self._windows[start, length] = self._map(start, length)
+            if len(self._windows) > _WINDOWS:
+                self._windows.popitem(last=False)
+        return window[offset - start : offset - start + nbytes]
+
+    def _map(self, offset: int, nbytes: int) -> Tensor:
+        address = libc.map_shared(self.file, offset, nbytes)
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(memory, libc.unmap, address, nbytes).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def round_up(nbytes: int) -> int:
+    """To whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _window(offset: int, nbytes: int) -> tuple[int, int]:
+    """Which part of the file to map for some bytes of it."""
+    start = offset // _WINDOW * _WINDOW
+    if offset + nbytes <= start + _WINDOW:
+        return start, _WINDOW
+    start = offset // PAGE * PAGE
+    return start, round_up(offset + nbytes - start)
