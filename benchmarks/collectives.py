@@ -44,6 +44,7 @@ from measure import Row, machine, ratio, report, samples, slowest, timing
 from torch import Tensor
 
 from paceline.comm.group import Group
+from paceline.comm.pending import WorkPending
 from paceline.testing import RankPool
 
 SIDES = ("gloo", "backend", "shared", "floor")
@@ -195,8 +196,11 @@ def through_torch(case: Case, group: Any) -> Exercise:
 
 def in_shared_memory(case: Case) -> Exercise:
     group = Group(dist.group.WORLD)
-    storage: Tensor = group.allocate(case.size // ITEM_BYTES, torch.float32)  # type: ignore[attr-defined]
-    storage.zero_()
+    group.share_memory(room=case.size)
+    storage = group.empty(case.size // ITEM_BYTES, dtype=torch.float32, device=torch.device("cpu")).zero_()
+    first = group.all_reduce(storage)
+    first.wait(lambda: None)
+    assert not isinstance(first, WorkPending), "these ranks share no memory: leave the side out, with --sides"
     return Exercise(lambda: group.all_reduce(storage).wait(lambda: None), storage, storage)
 
 

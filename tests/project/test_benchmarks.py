@@ -33,16 +33,28 @@ def test_collectives_are_timed_on_each_side_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawing = tmp_path / "plot.svg"
-    options = ["--worlds", "2", "--sizes", "4KB", "--sides", "gloo", "floor", "--plot", str(drawing)]
+    options = [
+        "--worlds",
+        "2",
+        "--sizes",
+        "4KB",
+        "--sides",
+        "gloo",
+        "shared",
+        "floor",
+        "--plot",
+        str(drawing),
+    ]
     options += ["--collectives", *collectives.COLLECTIVES]
     rows = figures(collectives, monkeypatch, tmp_path / "rows.json", *options)
     assert {what for what, _ in rows} == {"copy_ of 100 MB, 2 ranks"} | {
         f"{name} of 4 KB, 2 ranks" for name in collectives.COLLECTIVES
     }
-    assert set(rows["all_reduce of 4 KB, 2 ranks", "gloo / floor"]["timings"]) == {"gloo", "floor"}
+    assert set(rows["all_reduce of 4 KB, 2 ranks", "gloo / shared"]["timings"]) == {"gloo", "shared", "floor"}
+    assert set(rows["broadcast of 4 KB, 2 ranks", "gloo / floor"]["timings"]) == {"gloo", "floor"}
     lines = [path for path in ElementTree.parse(drawing).iter(f"{SVG}path") if "line" in path.attrib["class"]]
-    legend = 2
-    assert len(lines) == legend + 2 * len(collectives.COLLECTIVES)
+    legend, only_all_reduce = 3, 1
+    assert len(lines) == legend + 2 * len(collectives.COLLECTIVES) + only_all_reduce
 
 
 def test_a_wrong_result_is_noticed() -> None:
@@ -90,12 +102,14 @@ def test_targets_are_those_of_the_case(case: collectives.Case, shared: float, me
 
 
 def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--models", "tiny-layers", "--sides", "torch", "torch-views", "paceline"]
+    options = ["--models", "tiny-layers", "--sides", "torch", "torch-views", "paceline", "paceline-c10d"]
     rows = figures(ddp, monkeypatch, tmp_path / "rows.json", *options)
     whole, added = "step of 200 tiny layers", "what synchronisation adds to a step of 200 tiny layers"
-    pairs = ("paceline / torch", "paceline / torch-views")
+    pairs = [
+        f"{ours} / {theirs}" for ours in ("paceline", "paceline-c10d") for theirs in ("torch", "torch-views")
+    ]
     assert list(rows) == [(what, pair) for what in (whole, added) for pair in pairs]
-    assert [row["target"] for row in rows.values()] == [1.0, 1.0, 0.125, 0.125]
+    assert [row["target"] for row in rows.values()] == [1.0] * 4 + [0.125] * 2 + [None] * 2
 
 
 def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
