@@ -87,13 +87,17 @@ class Launched:
     """A collective that has been launched.
 
     Attributes:
-        collective: what it is.
-        number: its number among the channel's collectives.
-        first: the number of its first piece among all pieces.
-        area: which of this rank's areas its first piece is in, counted on; _IN_PLACE if it needs none.
+        collective: what it is; given up as soon as this rank has no more to do in it, with the tensors it
+        holds. text: what it is, in words. pieces: in how many pieces it goes. awaits_done: whether it is over
+        only when every rank is done. number: its number among the channel's collectives. first: the number of
+        its first piece among all pieces. area: which of this rank's areas its first piece is in, counted on;
+        _IN_PLACE if it needs none.
     """
 
-    collective: Collective
+    collective: Collective | None
+    text: str
+    pieces: int
+    awaits_done: bool
     number: int
     first: int
     area: int
@@ -101,7 +105,7 @@ class Launched:
     @property
     def last(self) -> int:
         """The number of the piece that follows its last one."""
-        return self.first + self.collective.pieces
+        return self.first + self.pieces
 
 
 class Areas:
@@ -221,7 +225,15 @@ class Channel:
             if collective.place is None and self._staging is None:
                 self._staging = self.arena.space(STAGING_BYTES)
             area = _IN_PLACE if collective.place is not None else self._areas
-            launched = Launched(collective, self._launched, self._pieces, area)
+            launched = Launched(
+                collective,
+                collective.text,
+                collective.pieces,
+                collective.awaits_done,
+                self._launched,
+                self._pieces,
+                area,
+            )
             self._launched += 1
             self._pieces += collective.pieces
             if area != _IN_PLACE:
@@ -233,7 +245,7 @@ class Channel:
 
     def over(self, launched: Launched) -> bool:
         """Whether a collective is over, as far as this rank has seen."""
-        return self._is_over(launched.last, fully=launched.collective.awaits_done)
+        return self._is_over(launched.last, fully=launched.awaits_done)
 
     def advance(self) -> None:
         """Do what can be done without waiting for anyone."""
@@ -253,7 +265,7 @@ class Channel:
 
         ``unusual`` is called from time to time if that takes long, and may raise.
         """
-        self._wait_for(launched.last, fully=launched.collective.awaits_done, unusual=unusual)
+        self._wait_for(launched.last, fully=launched.awaits_done, unusual=unusual)
 
     def _wait_for(self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None) -> None:
         patience = _Patience(self._timeout, unusual)
@@ -307,6 +319,7 @@ class Channel:
             return False
         launched, piece = self._find(self._here_count)
         collective = launched.collective
+        assert collective is not None
         if launched.area != _IN_PLACE and (nbytes := collective.nbytes(piece, self.rank)):
             area = (launched.area + piece) % _AREAS
             if self._busy[area] > self._ended:
@@ -327,6 +340,7 @@ class Channel:
         launched, piece = self._find(self._met)
         if piece == 0:
             self._read_notes(launched)
+        assert launched.collective is not None
         self._carried.append(launched.collective.meet(piece, Areas(self, launched, piece)))
         self._met += 1
         return True
@@ -341,8 +355,11 @@ class Channel:
             carried.wait(lambda: None)
         self._carried.popleft()
         launched, piece = self._find(self._spread)
+        assert launched.collective is not None
         launched.collective.spread(piece, Areas(self, launched, piece))
         self._spread += 1
+        if self._spread == launched.last and not launched.awaits_done:
+            launched.collective = None
         self._done.say()
         return True
 
@@ -351,7 +368,7 @@ class Channel:
         if self._ended == self._spread or self._done.missing(self._ended + 1) is not None:
             return False
         launched, piece = self._find(self._ended)
-        if launched.area != _IN_PLACE:
+        if launched.area != _IN_PLACE and launched.collective is not None:
             launched.collective.end(piece, self._area(launched, piece, self.rank))
         self._ended += 1
         if self._ended == launched.last:
@@ -368,12 +385,13 @@ class Channel:
         raise AssertionError(f"no such piece: {number}")
 
     def _write_note(self, launched: Launched) -> None:
-        text = launched.collective.text.encode()
+        text = launched.text.encode()
         at = self._note_at(launched.number, self.rank)
         _NOTE.pack_into(self._notes, at, self._base(launched), launched.area, text)
 
     def _base(self, launched: Launched) -> int:
         """Where this rank's part begins, or its areas do."""
+        assert launched.collective is not None
         place = launched.collective.place or self._staging
         assert place is not None
         return place.offset
@@ -396,6 +414,7 @@ class Channel:
         return (rank * _NOTES + number % _NOTES) * _NOTE.size
 
     def _area(self, launched: Launched, piece: int, rank: int) -> Tensor:
+        assert launched.collective is not None
         offset, area = self._theirs.get((launched.number, rank)) or (self._base(launched), launched.area)
         at = piece if area == _IN_PLACE else (area + piece) % _AREAS
         return self._segment.at(offset + at * PIECE_BYTES, launched.collective.nbytes(piece, rank))
@@ -409,14 +428,14 @@ class Channel:
                 names = [self._ranks[other] for other in ended]
                 self._failed = LostRankError(
                     f"a collective cannot end, because ranks of this host have ended (ranks: {names}, "
-                    f"here: rank {self._ranks[self.rank]}, {self._active[0].collective.text})"
+                    f"here: rank {self._ranks[self.rank]}, {self._active[0].text})"
                 )
                 raise self._failed
         elif patience.is_over():
             names = [self._ranks[other] for other in missing]
             raise LateRankError(
                 f"a collective did not end within {self._timeout:g} s (ranks that are missing: {names}, "
-                f"here: rank {self._ranks[self.rank]}, {self._active[0].collective.text})"
+                f"here: rank {self._ranks[self.rank]}, {self._active[0].text})"
             )
 
     def _refuse_failed(self) -> None:
