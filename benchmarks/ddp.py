@@ -14,7 +14,7 @@ that paceline takes half of what torch does. A target is the issue's; a figure w
 A step is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds every side's copy
 of the model; the sides take turns in the same order on both ranks, which meet before each turn. A turn lasts
 until the slower rank is done. What synchronisation adds is the step less the step of the module alone, taken
-in each round.
+in each round; its ratio is nan, and no target met, where what torch adds is lost in the noise.
 
 Memory is the peak over five steps of what all ranks hold together, less what they held before the module was
 wrapped; each figure is from fresh ranks. It is Linux's proportional set size (PSS), in which a page that n
@@ -256,10 +256,18 @@ def added_rows(name: str, seconds: Seconds, sides: Sequence[Side]) -> list[Row]:
     rows = []
     for side, base in comparisons(sides):
         if base.is_base:
-            value, spread = ratio(added[side], added[base])
+            value, spread = added_ratio(added[side], added[base])
             target = ADDED_TARGETS.get(name) if (side.wrapper, side.through) == ("paceline", None) else None
             rows.append(Row(what, timings, f"{side} / {base}", value, target, spread=spread))
     return rows
+
+
+def added_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """How the medians stand to each other, and our quartiles to their median; no number if they are noise."""
+    own, base = timing(ours), timing(theirs).median
+    if base <= 0:
+        return math.nan, None
+    return own.median / base, (own.low / base, own.high / base)
 
 
 def parameter_rows(measured: Mapping[str, Seconds], sides: Sequence[Side]) -> list[Row]:

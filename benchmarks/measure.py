@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -44,7 +45,8 @@ class Size:
 class Row:
     """One comparison: what was measured, and how a figure stands to its target, if it has one.
 
-    ``spread`` holds the figure's quartiles over rounds, where it was taken in each.
+    A figure that is not a number meets no target. ``spread`` holds the figure's quartiles over rounds, where
+    it was taken in each.
     """
 
     what: str
@@ -177,7 +179,10 @@ def report(title: str, rows: Sequence[Row], path: Path | None) -> None:
         for row in (first, *others):
             figures.add_row(row.shown_figure, row.shown_target)
         table.add_row(what, sides, figures)
-    Console(width=130).print(table)
+    Console(width=140).print(table)
     if path is not None:
-        verdicts = [{**asdict(row), "met": row.met} for row in rows]
+        verdicts = [
+            {**asdict(row), "value": None if math.isnan(row.value) else row.value, "met": row.met}
+            for row in rows
+        ]
         path.write_text(json.dumps({"machine": machine(), "rows": verdicts}, indent=2) + "\n")

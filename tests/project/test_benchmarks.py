@@ -112,6 +112,16 @@ def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row["target"] for row in rows.values()] == [1.0] * 4 + [0.125] * 2 + [None] * 2
 
 
+@pytest.mark.parametrize(
+    ("torch_step", "met"), [(2.0, True), (1.5, False), (0.9, False)], ids=["an eighth", "a quarter", "noise"]
+)
+def test_what_synchronisation_adds_is_judged_by_what_torch_adds(torch_step: float, met: bool) -> None:
+    steps = {"the module alone": 1.0, "torch": torch_step, "paceline": 1.125}
+    seconds = ddp.Seconds({side: [step] * 3 for side, step in steps.items()})
+    [row] = ddp.added_rows("tiny-layers", seconds, [ddp.SIDES["torch"], ddp.SIDES["paceline"]])
+    assert row.met is met
+
+
 def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
     own, shared = (sum(held) / SHARED_BYTES for held in zip(*pool.run(held_more), strict=True))
     assert own == pytest.approx(2, abs=0.2)
