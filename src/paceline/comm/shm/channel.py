@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.comm.pending import Pending
@@ -71,7 +72,7 @@ class Collective(ABC):
     def nbytes(self, piece: int, rank: int) -> int:
         """How long a rank's part of a piece is."""
 
-    def put(self, piece: int, area: Tensor) -> None:  # noqa: B027  # if there is nothing to copy
+    def put(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if there is nothing to copy
         """Copy this rank's part of a piece into shared memory."""
 
     def meet(self, piece: int, areas: "Areas") -> Pending | None:  # noqa: B027  # if there is nothing to take
@@ -80,7 +81,7 @@ class Collective(ABC):
     def spread(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if nobody else needs it
         """What came from other hosts is here too: give it to the others."""
 
-    def end(self, piece: int, area: Tensor) -> None:  # noqa: B027  # if it was done in place
+    def end(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if it was done in place
         """Everybody is done."""
 
 
@@ -117,11 +118,19 @@ class Areas:
 
     def __getitem__(self, rank: int) -> Tensor:
         """A rank's bytes of the piece."""
+        return self.of(rank, torch.uint8)
+
+    def of(self, rank: int, dtype: torch.dtype, cut: tuple[int, int] | None = None) -> Tensor:
+        """A rank's elements of the piece, or those from one number up to another."""
         launched, piece = self._launched, self._piece
         assert launched.collective is not None
         note = launched.notes[rank]
         at = piece if note.area == IN_PLACE else (note.area + piece) % _AREAS
-        return self._segment.at(note.offset + at * PIECE_BYTES, launched.collective.nbytes(piece, rank))
+        offset = note.offset + at * PIECE_BYTES
+        if cut is None:
+            return self._segment.at(offset, launched.collective.nbytes(piece, rank), dtype)
+        start, end = cut
+        return self._segment.at(offset + start * dtype.itemsize, (end - start) * dtype.itemsize, dtype)
 
 
 class Channel:
@@ -158,6 +167,7 @@ class Channel:
         self.arena = arena
         self.rank = rank
         self.size = len(ranks)
+        self._others = [other for other in range(self.size) if other != rank]
         self._segment = segment
         self._ranks = ranks
         self._life = life
@@ -339,7 +349,7 @@ class Channel:
             if nbytes > self._reserved[area]:
                 self._segment.reserve(note.offset + area * PIECE_BYTES, nbytes)
                 self._reserved[area] = nbytes
-            collective.put(piece, Areas(self._segment, launched, piece)[self.rank])
+            collective.put(piece, Areas(self._segment, launched, piece))
         self._published += 1
         self._here.say()
         return True
@@ -378,7 +388,7 @@ class Channel:
             return False
         launched, piece = self._find(self._ended)
         if launched.collective is not None and launched.notes[self.rank].area != IN_PLACE:
-            launched.collective.end(piece, Areas(self._segment, launched, piece)[self.rank])
+            launched.collective.end(piece, Areas(self._segment, launched, piece))
         self._ended += 1
         if self._ended == launched.last:
             self.in_flight.popleft()
@@ -394,7 +404,7 @@ class Channel:
     def _read_notes(self, launched: Launched) -> None:
         """See where the others' parts are, and that they mean the same collective."""
         own = launched.notes[self.rank]
-        for other in range(self.size):
+        for other in self._others:
             note = launched.notes[other] = self._notes.read(other, launched.number)
             if note.text != own.text:
                 self._failed = UnmatchedError(

@@ -63,11 +63,11 @@ class ReduceInPlace(Collective):
 
     def nbytes(self, piece: int, rank: int) -> int:  # noqa: ARG002  # all have the same
         """The piece of the tensor."""
-        return self._part(piece).nbytes
+        return min(self._step, self._flat.numel() - piece * self._step) * self._flat.itemsize
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
-        self._typed(area).copy_(self._part(piece))
+        areas.of(self._rank, self._flat.dtype).copy_(self._part(piece))
 
     def meet(self, piece: int, areas: Areas) -> Pending | None:
         """Combine a slice of all into this rank's."""
@@ -85,23 +85,20 @@ class ReduceInPlace(Collective):
             for theirs in others:
                 theirs.copy_(mine)
 
-    def end(self, piece: int, area: Tensor) -> None:
+    def end(self, piece: int, areas: Areas) -> None:
         """Copy out."""
-        self._part(piece).copy_(self._typed(area))
+        self._part(piece).copy_(areas.of(self._rank, self._flat.dtype))
 
     def _part(self, piece: int) -> Tensor:
         return self._flat[piece * self._step : (piece + 1) * self._step]
 
-    def _typed(self, area: Tensor) -> Tensor:
-        return area.view(self._flat.dtype)
-
     def _slices(self, piece: int, areas: Areas) -> list[Tensor]:
         """This rank's slice of its own part, and of the others'."""
-        length = self._part(piece).numel()
+        length = self.nbytes(piece, self._rank) // self._flat.itemsize
         share = -(-length // self._carriers)
-        start, end = self._rank * share, (self._rank + 1) * share
+        cut = min(length, self._rank * share), min(length, (self._rank + 1) * share)
         ranks = [self._rank, *(rank for rank in range(self._size) if rank != self._rank)]
-        return [self._typed(areas[rank])[start:end] for rank in ranks]
+        return [areas.of(rank, self._flat.dtype, cut) for rank in ranks]
 
 
 class _Copied(Collective):
@@ -132,13 +129,15 @@ class _Copied(Collective):
         self._length = length
         self._width = width
         self._parts = parts
-        self._sources = range(channel.size) if sources is None else sources
+        self._sources = sources
         self._step = max(1, _COPIED_BYTES // parts // width)
         self.pieces = _pieces(length, self._step)
 
     def nbytes(self, piece: int, rank: int) -> int:
         """The piece of each part."""
-        return self._count(piece) * self._width * self._parts if rank in self._sources else 0
+        if self._sources is not None and rank not in self._sources:
+            return 0
+        return self._count(piece) * self._width * self._parts
 
     def _count(self, piece: int) -> int:
         return min(self._step, self._length - piece * self._step)
@@ -175,13 +174,13 @@ class ReduceAlone(_Copied):
             tensor.numel(),
             width=tensor.itemsize,
         )
-        self._flat = tensor.view(-1)
+        self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         self._op = op
         self._wants = root in (None, channel.rank)
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
-        area.view(self._flat.dtype).copy_(self._cut(self._flat, piece))
+        areas.of(self._rank, self._flat.dtype).copy_(self._cut(self._flat, piece))
 
     def meet(self, piece: int, areas: Areas) -> None:
         """Combine all in the order of the ranks, of which the first two may be swapped."""
@@ -190,10 +189,10 @@ class ReduceAlone(_Copied):
         result, dtype = self._cut(self._flat, piece), self._flat.dtype
         others = [rank for rank in range(self._size) if rank != self._rank]
         if self._rank > 1:
-            result.copy_(areas[0].view(dtype))
+            result.copy_(areas.of(0, dtype))
             others = list(range(1, self._size))
         for rank in others:
-            self._op(result, areas[rank].view(dtype))
+            self._op(result, areas.of(rank, dtype))
 
 
 class Broadcast(_Copied):
@@ -204,9 +203,9 @@ class Broadcast(_Copied):
         self._bytes = data
         self._root = root
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
-        area.copy_(self._cut(self._bytes, piece))
+        areas[self._rank].copy_(self._cut(self._bytes, piece))
 
     def meet(self, piece: int, areas: Areas) -> None:
         """Copy out."""
@@ -225,9 +224,9 @@ class Gather(_Copied):
         self._own = own
         self._everyone = everyone
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
-        area.copy_(self._cut(self._own, piece))
+        areas[self._rank].copy_(self._cut(self._own, piece))
 
     def meet(self, piece: int, areas: Areas) -> None:
         """Copy out what is wanted here."""
@@ -250,8 +249,9 @@ class Scatter(_Copied):
         self._everyone = everyone
         self._root = root
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
+        area = areas[self._rank]
         for rank, theirs in enumerate(self._everyone):
             self._part(area, rank, piece).copy_(self._cut(theirs, piece))
 
@@ -275,8 +275,9 @@ class ReduceScatter(_Copied):
         self._inputs = inputs
         self._op = op
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
+        area = areas[self._rank]
         for rank, part in enumerate(self._inputs):
             self._typed(area, rank, piece).copy_(self._cut(part, piece))
 
@@ -308,8 +309,9 @@ class AllToAll(_Copied):
         self._outputs = outputs
         self._inputs = inputs
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
+        area = areas[self._rank]
         for rank, theirs in enumerate(self._inputs):
             part = self._cut(theirs, piece)
             self._part(area, rank, piece)[: part.numel()].copy_(part)
