@@ -183,12 +183,13 @@ class ReduceAlone(_Copied):
         areas.of(self._rank, self._flat.dtype).copy_(self._cut(self._flat, piece))
 
     def meet(self, piece: int, areas: Areas) -> None:
-        """Combine all in the order of the ranks, of which the first two may be swapped."""
+        """Combine all in the order of the ranks; of a sum, the first two may be swapped."""
         if not self._wants or not self._length:
             return
         result, dtype = self._cut(self._flat, piece), self._flat.dtype
         others = [rank for rank in range(self._size) if rank != self._rank]
-        if self._rank > 1:
+        # The last bit of a complex product depends on which comes first, and so does the larger of 0 and -0.
+        if self._rank > (1 if self._op is Tensor.add_ else 0):
             result.copy_(areas.of(0, dtype))
             others = list(range(1, self._size))
         for rank in others:

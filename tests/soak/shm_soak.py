@@ -1,0 +1,354 @@
+"""Mixed collectives in shared memory, each result compared to the bit with what it must be.
+
+python tests/soak/shm_soak.py --collectives 100000 --ranks 2 3 4 8 --seed 1
+
+What is called, on which group and with which numbers follows from the seed, the same on every rank. Each rank
+decides for itself whether its tensor lives in shared memory, when it sleeps, and when it waits.
+"""
+
+import argparse
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from paceline.comm.group import Group
+from paceline.comm.shm.channel import PIECE_BYTES, Channel, Collective, Launched
+from paceline.comm.shm.collectives import (
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Gather,
+    ReduceAlone,
+    ReduceInPlace,
+    ReduceScatter,
+    Scatter,
+    as_bytes,
+)
+from paceline.comm.shm.transport import neighbours_in
+from paceline.testing import RankPool
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
+OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+}
+MOST_IN_FLIGHT = 40
+MOST_BYTES = 2 * PIECE_BYTES + 16
+# Bytes around which something changes.
+BOUNDS = [0, 32 << 10, 1 << 20, PIECE_BYTES, 2 * PIECE_BYTES]
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    """Enough for any tensor; small ones, lest a product is too large and becomes no number."""
+    generator = torch.Generator().manual_seed(0)
+    numel = MOST_BYTES // dtype.itemsize + 10_000
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.promote_types(dtype, torch.float32)
+        return torch.randn(numel, dtype=wide, generator=generator).to(dtype)
+    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+
+
+TABLES = {dtype: numbers(dtype) for dtype in DTYPES}
+
+
+@dataclass
+class Lane:
+    """One group's channel, and what is in flight in it."""
+
+    channel: Channel
+    in_flight: deque[tuple[Launched, Callable[[], None]]]
+
+
+@dataclass
+class Task:
+    """What one collective has to do with, on one rank."""
+
+    number: int
+    kind: str
+    lane: Lane
+    numel: int
+    dtype: torch.dtype
+    op: str
+    root: int
+    seed: int
+    gap: int | None
+
+    def given(self, rank: int, part: int = 0, numel: int | None = None) -> Tensor:
+        """What a rank gives, of which every rank knows."""
+        numel = self.numel if numel is None else numel
+        table = TABLES[self.dtype]
+        start = random.Random(f"{self.seed} {rank} {part}").randrange(table.numel() - numel)
+        return table[start : start + numel].clone()
+
+    def combined(self, tensors: list[Tensor]) -> Tensor:
+        """Combined in that order."""
+        result = tensors[0].clone()
+        for other in tensors[1:]:
+            OPS[self.op](result, other)
+        return result
+
+    def own(self) -> Tensor:
+        """What this rank gives; in shared memory, somewhere in a block, if it is to be there."""
+        given = self.given(self.lane.channel.rank)
+        if self.gap is None:
+            return given
+        block = self.lane.channel.arena.empty(self.gap + self.numel, self.dtype)
+        return given if block is None else block[self.gap :].copy_(given)
+
+    def check(self, found: Tensor, wanted: Tensor) -> None:
+        """To the bit."""
+        if not torch.equal(as_bytes(found), as_bytes(wanted)):
+            raise AssertionError(
+                f"wrong result (collective: {self.number}, {self.kind} {self.op}, {self.numel} {self.dtype}, "
+                f"root: {self.root}, gap in block: {self.gap}, rank {self.lane.channel.rank} "
+                f"of {self.lane.channel.size}, elements: {(found != wanted).sum()})"
+            )
+
+
+Begun = tuple[Collective, Callable[[], None]]
+
+
+def reduce_in_place(task: Task) -> Begun:
+    tensor, channel = task.own(), task.lane.channel
+
+    def check() -> None:
+        given = [task.given(rank) for rank in range(channel.size)]
+        step = PIECE_BYTES // task.dtype.itemsize
+        wanted = []
+        for pieces in zip(*(each.split(step) for each in given), strict=True):
+            share = -(-pieces[0].numel() // channel.size) or 1
+            cut = list(zip(*(piece.split(share) for piece in pieces), strict=True))
+            wanted += [
+                task.combined([parts[rank], *parts[:rank], *parts[rank + 1 :]])
+                for rank, parts in enumerate(cut)
+            ]
+        task.check(tensor, torch.cat(wanted))
+
+    return ReduceInPlace(channel, tensor, OPS[task.op], task.op), check
+
+
+def reduce_alone(task: Task, root: int | None = None) -> Begun:
+    tensor, channel = task.own(), task.lane.channel
+
+    def check() -> None:
+        given = [task.given(rank) for rank in range(channel.size)]
+        if root in (None, channel.rank):
+            task.check(tensor, task.combined(given))
+
+    return ReduceAlone(channel, tensor, OPS[task.op], task.op, root=root), check
+
+
+def reduce_to_one(task: Task) -> Begun:
+    return reduce_alone(task, task.root)
+
+
+def broadcast(task: Task) -> Begun:
+    tensor, channel = task.own(), task.lane.channel
+    return (
+        Broadcast(channel, as_bytes(tensor), root=task.root),
+        lambda: task.check(tensor, task.given(task.root)),
+    )
+
+
+def all_gather(task: Task, root: int | None = None) -> Begun:
+    channel = task.lane.channel
+    wants = root in (None, channel.rank)
+    outputs = [torch.empty(task.numel, dtype=task.dtype) for _ in range(channel.size if wants else 0)]
+
+    def check() -> None:
+        for rank, output in enumerate(outputs):
+            task.check(output, task.given(rank))
+
+    return Gather(channel, as_bytes(task.own()), [as_bytes(each) for each in outputs], root=root), check
+
+
+def gather(task: Task) -> Begun:
+    return all_gather(task, task.root)
+
+
+def scatter(task: Task) -> Begun:
+    channel = task.lane.channel
+    output = torch.empty(task.numel, dtype=task.dtype)
+    parts = range(channel.size) if channel.rank == task.root else ()
+    inputs = [as_bytes(task.given(task.root, part)) for part in parts]
+    return (
+        Scatter(channel, as_bytes(output), inputs, root=task.root),
+        lambda: task.check(output, task.given(task.root, channel.rank)),
+    )
+
+
+def reduce_scatter(task: Task) -> Begun:
+    channel = task.lane.channel
+    output = torch.empty(task.numel, dtype=task.dtype)
+    inputs = [task.given(channel.rank, part) for part in range(channel.size)]
+
+    def check() -> None:
+        task.check(output, task.combined([task.given(rank, channel.rank) for rank in range(channel.size)]))
+
+    return ReduceScatter(channel, output, inputs, OPS[task.op], task.op), check
+
+
+def all_to_all(task: Task) -> Begun:
+    channel = task.lane.channel
+    size = channel.size
+    # From each rank to each another length, from nothing to all.
+    lengths = [
+        [task.numel * ((giver + taker) % size) // max(1, size - 1) for taker in range(size)]
+        for giver in range(size)
+    ]
+    inputs = [task.given(channel.rank, taker, lengths[channel.rank][taker]) for taker in range(size)]
+    outputs = [torch.empty(lengths[giver][channel.rank], dtype=task.dtype) for giver in range(size)]
+    longest = max(map(max, lengths)) * task.dtype.itemsize
+
+    def check() -> None:
+        for giver, output in enumerate(outputs):
+            task.check(output, task.given(giver, channel.rank, output.numel()))
+
+    return AllToAll(
+        channel, [as_bytes(each) for each in outputs], [as_bytes(each) for each in inputs], longest
+    ), check
+
+
+def barrier(task: Task) -> Begun:
+    return Barrier(task.lane.channel), lambda: None
+
+
+KINDS: dict[str, tuple[Callable[[Task], Begun], int]] = {
+    "all_reduce in place": (reduce_in_place, 6),
+    "all_reduce alone": (reduce_alone, 4),
+    "reduce": (reduce_to_one, 1),
+    "broadcast": (broadcast, 2),
+    "all_gather": (all_gather, 2),
+    "gather": (gather, 1),
+    "scatter": (scatter, 1),
+    "reduce_scatter": (reduce_scatter, 2),
+    "all_to_all": (all_to_all, 2),
+    "barrier": (barrier, 1),
+}
+
+
+@dataclass
+class Plan:
+    """What comes next: the same on every rank of the group that takes part, and what this rank decides."""
+
+    common: random.Random
+    own: random.Random
+    lanes: list[Lane | None]
+
+    def next(self, number: int) -> Task | None:
+        """The next collective; None if this rank is not in its group."""
+        common = self.common
+        lane = common.choice(self.lanes)
+        kind = common.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+        dtype = common.choice(DTYPES)
+        op = common.choice(["sum", "product"] if dtype.is_complex else list(OPS))
+        numel, root, seed = self._bytes() // dtype.itemsize, common.random(), common.getrandbits(60)
+        if lane is None:
+            return None
+        gap = self.own.randrange(9) if self.own.random() < 0.5 else None
+        return Task(number, kind, lane, numel, dtype, op, int(root * lane.channel.size), seed, gap)
+
+    def _bytes(self) -> int:
+        kind = self.common.random()
+        if kind < 0.9:
+            return self.common.randrange(4096)
+        if kind < 0.99:
+            return self.common.randrange(100_000)
+        return max(0, self.common.choice(BOUNDS) + self.common.randrange(-17, 17))
+
+
+def open_lanes(rank: int, world: int) -> list[Lane | None]:
+    """Two channels of everyone, and some of a part of the ranks."""
+    parts = {tuple(range(world)), tuple(range(world - 1)), tuple(range(1, world)), (0, world - 1)}
+    groups = [(list(part), distributed.new_group(list(part))) for part in sorted(parts) if len(part) > 1]
+    groups.append((list(range(world)), distributed.group.WORLD))
+    lanes: list[Lane | None] = []
+    for ranks, process_group in groups:
+        lane = None
+        if rank in ranks:
+            group = Group(process_group)
+            near = neighbours_in(process_group, group)
+            assert near is not None
+            channel = near.open(group, room=1 << 20, timeout=120.0)
+            assert channel is not None
+            lane = Lane(channel, deque())
+        lanes.append(lane)
+    return lanes
+
+
+def soak(rank: int, collectives: int, seed: int) -> Counter[str]:
+    """Run them; returns how many of each kind this rank took part in."""
+    world = distributed.get_world_size()
+    lanes = open_lanes(rank, world)
+    mine = [lane for lane in lanes if lane is not None]
+    plan = Plan(random.Random(seed), random.Random(f"{seed} {rank}"), lanes)
+    counts: Counter[str] = Counter()
+    for number in range(collectives):
+        task = plan.next(number)
+        if task is None:
+            continue
+        counts[task.kind] += 1
+        collective, check = KINDS[task.kind][0](task)
+        task.lane.in_flight.append((task.lane.channel.launch(collective), check))
+        del collective
+        if plan.own.random() < 0.002:
+            time.sleep(plan.own.random() / 50)
+        if plan.own.random() < 0.5 or len(task.lane.in_flight) > MOST_IN_FLIGHT:
+            wait_for_some(plan.own.choice(mine), plan.own)
+        while len(task.lane.in_flight) > MOST_IN_FLIGHT:
+            wait_for_some(task.lane, plan.own)
+    for lane in mine:
+        while lane.in_flight:
+            wait_for_some(lane, plan.own)
+    distributed.barrier()
+    return counts
+
+
+def wait_for_some(lane: Lane, chance: random.Random) -> None:
+    """Wait for one that is in flight, and for those before it."""
+    for _ in range(chance.randint(1, max(1, len(lane.in_flight)))):
+        if lane.in_flight:
+            launched, check = lane.in_flight.popleft()
+            lane.channel.wait(launched)
+            check()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--collectives", type=int, default=10_000, help="with each number of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for world in options.ranks:
+        start = time.monotonic()
+        with RankPool(world, timeout=60.0 + options.collectives / 5) as pool:
+            counts = pool.run(soak, options.collectives, options.seed)
+        print(
+            f"{world} ranks, {options.collectives} collectives, {time.monotonic() - start:.0f} s: no mismatch"
+        )
+        print(f"    of which rank 0 took part in {sum(counts[0].values())}: {dict(counts[0])}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
