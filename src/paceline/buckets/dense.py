@@ -99,6 +99,17 @@ class DenseBucket:
         self._ensure_storage()
         return [self._views[self._position[slot.index]] for slot in self.slots]
 
+    def part(self, places: Sequence[int]) -> "DenseBucket":
+        """A bucket for the gradients of some of the slots, in ordinary memory."""
+        return DenseBucket(
+            [self.slots[place] for place in places],
+            [self.parameters[place] for place in places],
+            device=self._device,
+            as_views=True,
+            dtype=self._dtype,
+            empty=_ordinary,
+        )
+
     def reset(self) -> None:
         """Forget the step; the storage stays."""
         self._claimed = False
@@ -336,6 +347,10 @@ class DenseBucket:
     def _end_run(self, start: int, end: int) -> None:
         if end > start:
             self._runs.append(self._typed[start:end])
+
+
+def _ordinary(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _can_be_given(grad: Tensor, parameter: Trained) -> bool:

@@ -1,7 +1,7 @@
 """Our view of one process group."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.comm.across import Across, open_across
 from paceline.comm.pending import Pending, SegmentsPending, WorkPending
 from paceline.comm.roll_call import RollCall
 from paceline.comm.shm.neighbours import Neighbours
@@ -28,6 +29,9 @@ class Group:
 
     Args:
         process_group: a group of torch.distributed.
+
+    Attributes:
+        shared: the shared memory that reductions go through, if they do.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -35,8 +39,8 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.name: str = process_group.group_name
-        self._shared: SharedMemory | None = None
-        self._hosts = self.size
+        self.shared: SharedMemory | None = None
+        self._near: Neighbours | None = None
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
         number = next(_members.setdefault(self.name, itertools.count()))
@@ -77,39 +81,44 @@ class Group:
         if self.size == 1 or (near := neighbours_in(self.process_group, self)) is None:
             return
         channel = near.open(self, room=room, timeout=self.timeout.total_seconds())
-        if channel is None:
-            return
-        carriers = min(map(len, near.hosts))
-        self._hosts = len(near.hosts)
-        carry = None if self._hosts == 1 else self._carry_across(near, carriers)
-        self._shared = SharedMemory(channel, carry=carry, carriers=carriers)
+        if channel is not None:
+            counterparts = self._counterparts(near)
+            across = None if counterparts is None else Across(self._open(counterparts), counterparts)
+            self.shared = SharedMemory(channel, near, across)
+            self._near = near
+
+    def hosts(self) -> "Group | None":
+        """A new group of this rank's counterparts, one on each host, which all do this at once.
+
+        None if there are none: on one host, or if not every host has so many ranks.
+        """
+        counterparts = None if self._near is None else self._counterparts(self._near)
+        return None if counterparts is None else Group(self._open(counterparts))
+
+    def _counterparts(self, near: Neighbours) -> list[int] | None:
+        if len(near.hosts) == 1 or near.rank >= near.carriers:
+            return None
+        return [host[near.rank] for host in near.hosts]
+
+    def _open(self, ranks: Sequence[int]) -> Any:
+        return open_across([self.global_ranks[rank] for rank in ranks], timeout=self.timeout)
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is to be reduced: shared memory if there is any."""
         shared = None
-        if self._shared is not None and device.type == "cpu":
-            shared = self._shared.empty(numel, dtype)
+        if self.shared is not None and device.type == "cpu":
+            shared = self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device) if shared is None else shared
 
     def finish_behind(self) -> None:
         """Have this rank's part of what is in flight done, though nobody here will wait for it."""
-        if self._shared is not None:
-            self._shared.finish_behind()
-
-    def _carry_across(self, near: Neighbours, carriers: int) -> Callable[[Tensor], Pending] | None:
-        """Adds up over the hosts what a rank has of its own host's sum."""
-        if near.rank >= carriers:
-            return None
-        ranks = [self.global_ranks[host[near.rank]] for host in near.hosts]
-        across = distributed.new_group(
-            ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
-        )
-        return lambda tensor: WorkPending(across.allreduce([tensor], self._sum), tensor)
+        if self.shared is not None:
+            self.shared.finish_behind()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
-        if self._shared is not None and self._shared.takes(tensor):
-            return self._shared.all_reduce(tensor)
+        if self.shared is not None and self.shared.takes(tensor):
+            return self.shared.all_reduce(tensor)
         return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
@@ -138,8 +147,8 @@ class Group:
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""
-        if tensors and self._shared is not None and self._hosts == 1:
-            self._shared.broadcast(tensors, source=source)
+        if tensors and self.shared is not None:
+            self.shared.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
         elif tensors:
             distributed._broadcast_coalesced(  # type: ignore[attr-defined]
                 self.process_group, list(tensors), bytes_at_once, source

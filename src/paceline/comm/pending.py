@@ -55,6 +55,9 @@ class WorkPending:
         """Whether the tensor holds the result."""
         return bool(self._work.is_completed())
 
+    def _failed(self) -> bool:
+        return bool(self._work.is_completed()) and not self._work.is_success()
+
 
 class SegmentsPending:
     """The segments of one message of rows, each in flight by itself."""

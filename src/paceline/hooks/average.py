@@ -11,6 +11,8 @@ from paceline.hooks.hook import Hook, Reduction
 class PlainAverage(Hook):
     """See ``average``."""
 
+    between_hosts = True
+
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Add up shares of the gradients."""
         return averaged(bucket.buffer(), group)

@@ -36,6 +36,8 @@ class Compressed(Hook):
         feedback: whether what the form loses is remembered, and sent later.
     """
 
+    between_hosts = True
+
     def __init__(self, compressor: Compressor, *, feedback: bool = False) -> None:
         self.compressor = compressor
         # Of this rank's own gradients, and of the part of everyone's average that it makes.

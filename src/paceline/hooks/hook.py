@@ -31,10 +31,14 @@ class Hook(ABC):
 
     Attributes:
         joins: whether it works under join, where some ranks have no inputs left.
+        between_hosts: whether it is for what crosses hosts only. Then ranks that share memory first average
+            there, and it runs among the hosts, each rank of a host with a part of the parameters; on one host
+            it has nothing to do. Else it runs among all ranks, wherever they are.
     """
 
     _user: "weakref.ref[object] | None" = None
     joins = True
+    between_hosts = False
 
     @property
     def name(self) -> str:

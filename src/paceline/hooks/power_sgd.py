@@ -62,6 +62,8 @@ class Matrix:
 class PowerSGD(Hook):
     """See ``power_sgd``."""
 
+    between_hosts = True
+
     def __init__(self, rank: int, start_step: int) -> None:
         if rank < 1 or start_step < 0:
             raise OptionError(

@@ -1,24 +1,28 @@
 """Runs the hooks of Note [Rounds] in the place of the plain average."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.buckets.dense import DenseBucket
 from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import BrokenHookError, HookError, OptionError
+from paceline.errors import OptionError
+from paceline.hooks.average import averaged
+from paceline.hooks.between_hosts import BetweenHosts
 from paceline.hooks.comm_hook import check_result
 from paceline.hooks.exchange import Bucket, Exchange, Unusual
-from paceline.hooks.hook import Hook, Reduction
+from paceline.hooks.hook import Hook
+from paceline.hooks.round import Round
 
 
 class Rounds(Exchange):
     """Averages buckets by a hook that is a generator of collectives.
 
-    Gradients reach the hook undivided; averaging is the hook's. The waybill travels beside them.
+    Gradients reach the hook undivided; averaging is the hook's. The waybill travels beside them. Where ranks
+    share memory, a hook that is for what crosses hosts sees nothing else: see Note [Between hosts].
 
     Args:
         group: whom to average with.
@@ -28,11 +32,17 @@ class Rounds(Exchange):
     def __init__(self, group: Group, hook: Hook) -> None:
         super().__init__(group)
         hook.claim(self)
-        hook.meet(group)
         self._hook = hook
         self.joins = hook.joins
         self.name = hook.name
         self._share = 1.0  # the average that is wanted, divided by that over all ranks
+        self._between: BetweenHosts | None = None
+        shared = group.shared if hook.between_hosts else None
+        self._is_on_one_host = shared is not None and shared.hosts == 1
+        if shared is None or shared.hosts == 1:
+            hook.meet(group)
+        else:
+            self._between = BetweenHosts(group, shared, hook)
 
     def on(self, group: Group) -> "Rounds":
         """The same among other ranks; what the hook remembers stays."""
@@ -43,16 +53,20 @@ class Rounds(Exchange):
         """Tell the hook of a new step."""
         self._share = self._group.size / ranks
         self.gain = float(ranks)
-        self._hook.begin(weight)
+        (self._between or self._hook).begin(weight)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """Tell the hook that the step has ended well."""
-        self._hook.finish(parameters, used, total)
+        (self._between or self._hook).finish(parameters, used, total)
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Run the hook up to its first collective."""
         if self._group.size == 1:  # nothing to send, so nothing to lose by compressing it
             return Done(bucket.gradients)
+        if self._between is not None and isinstance(bucket, DenseBucket):
+            return self._between.launch(bucket, number, is_last=is_last)
+        if self._between is not None or self._is_on_one_host:
+            return Round(averaged(bucket.gradients, self._group), self.name)
         return Round(self._hook.reduce(GradBucket(bucket, number, is_last=is_last), self._group), self.name)
 
     def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
@@ -77,46 +91,6 @@ class Done:
     def done(self) -> bool:
         """It always is."""
         return True
-
-
-class Round:
-    """A bucket between two of its hook's collectives.
-
-    It may be waited for again, when a step is lost after its buckets have landed.
-    """
-
-    def __init__(self, reduction: Reduction, name: str) -> None:
-        self._reduction = reduction
-        self._name = name
-        self._in_flight: Pending | None = None
-        self._result: Any = None
-        self._resume(None)
-
-    def wait(self, unusual: Unusual) -> Any:
-        """Wait for one collective after the other; returns what the hook returned."""
-        while self._in_flight is not None:
-            value = self._in_flight.wait(unusual)
-            try:
-                self._resume(value)
-            except Exception as error:  # its own, not that of a collective
-                raise BrokenHookError(f"a hook raised {error!r} (hook: {self._name})") from error
-        return self._result
-
-    def done(self) -> bool:
-        """Whether the hook has returned."""
-        return self._in_flight is None
-
-    def _resume(self, value: Any) -> None:
-        self._in_flight = None
-        try:
-            pending: object = self._reduction.send(value)
-        except StopIteration as stop:
-            self._result = stop.value
-            return
-        if not isinstance(pending, Pending):
-            self._reduction.close()
-            raise HookError(f"a hook yields what is in flight (hook: {self._name}, got: {pending!r})")
-        self._in_flight = pending
 
 
 def rounds_of(group: Group, state: object, hook: Hook) -> Rounds:

@@ -9,8 +9,8 @@
             ...
             print(sent_bytes())
 
-Ranks are the usual ones, which move into their host's namespace before they open a process group. Needs
-root, and the programs ``ip`` and ``tc``.
+Ranks are the usual ones, which move into their host's namespace before they open a process group. Those of
+two hosts do not share memory. Needs root, and the programs ``ip`` and ``tc``.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from paceline.comm.rendezvous import tcp_store_group
+from paceline.comm.shm.neighbours import HOST_VARIABLE
 
 _PREFIX = "paceline"
 _LINK = "wire"  # each namespace has its own names
@@ -111,6 +112,7 @@ class Hosts:
         """On a rank: move to a host, for the rest of the process's life, and open a gloo group there."""
         _enter(self.names[host])
         os.environ["GLOO_SOCKET_IFNAME"] = _LINK
+        os.environ[HOST_VARIABLE] = self.names[host]
         with tcp_store_group(self.addresses[0], _PORT, rank=rank, world=world, backend="gloo"):
             yield
 

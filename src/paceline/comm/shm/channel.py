@@ -266,11 +266,23 @@ class Channel:
                 carried, words, count = self._awaited()
                 other = None if words is None else words.missing(count)
             if carried is not None:
-                carried.wait(unusual)
+                self._wait_for_hosts(carried, unusual)
             elif words is not None and other is not None and not self._listen(words, other, count):
                 patience = patience or _Patience(self._timeout, unusual)
                 self._help()
                 self._look_around(words, count, patience)
+
+    def _wait_for_hosts(self, carried: Pending, unusual: Unusual) -> None:
+        def look() -> None:
+            self._look_for_broken([other for other in range(self.size) if other != self.rank])
+            unusual()
+
+        try:
+            carried.wait(look)
+        except CollectiveError as error:
+            if self._failed is None:
+                self._break_off(error)
+            raise
 
     def _listen(self, words: Words, other: int, count: int) -> bool:
         """Wait a short time for a rank's words; whether they came."""
@@ -422,13 +434,16 @@ class Channel:
             if lost := [other for other in ended if other in missing]:
                 self._failed = LostRankError(self._words("cannot end, because ranks have ended", lost))
                 raise self._failed
-        for other in missing:
+        self._look_for_broken(missing)
+        if patience.is_over():
+            raise LateRankError(self._words(f"did not end within {self._timeout:g} s", missing))
+
+    def _look_for_broken(self, others: Sequence[int]) -> None:
+        for other in others:
             if self._broken.has_said(other, 1):
                 why = f"cannot end, because one broke off: {self._notes.read_why(other)}"
                 self._failed = CollectiveError(self._words(why, [other]))
                 raise self._failed
-        if patience.is_over():
-            raise LateRankError(self._words(f"did not end within {self._timeout:g} s", missing))
 
     def _words(self, what: str, others: Sequence[int]) -> str:
         names = [self._ranks[other] for other in others]

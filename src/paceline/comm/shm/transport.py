@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.across import Across
 from paceline.comm.pending import Pending
 from paceline.comm.shm import neighbours
 from paceline.comm.shm.channel import Channel, Launched
-from paceline.comm.shm.collectives import ALONE_BYTES, Broadcast, Carry, ReduceAlone, ReduceInPlace, as_bytes
+from paceline.comm.shm.collectives import ALONE_BYTES, Broadcast, ReduceAlone, ReduceInPlace, as_bytes
 from paceline.comm.shm.neighbours import Gatherer, Neighbours
+from paceline.comm.shm.parts import Run, SpreadParts, SumParts
 
 # Bytes from which a tensor is broadcast by itself.
 _LARGE = 1 << 18
@@ -27,18 +29,26 @@ def neighbours_in(process_group: Any, group: Gatherer) -> Neighbours | None:
 
 
 class SharedMemory:
-    """Collectives in shared memory.
+    """Collectives in shared memory, and between hosts of what is added up there.
 
     Args:
         channel: among the ranks of this host.
-        carry: combines what this host's ranks have with other hosts; None if there are none.
-        carriers: how many ranks of each host take part in that.
+        near: who they are, and who is on the other hosts.
+        across: this rank's counterparts on the other hosts; None if it has none.
+
+    Attributes:
+        hosts: how many hosts there are.
+        carriers: how many ranks of each host have counterparts.
+        rank: this rank's number on its host.
     """
 
-    def __init__(self, channel: Channel, *, carry: Carry | None, carriers: int) -> None:
+    def __init__(self, channel: Channel, near: Neighbours, across: Across | None) -> None:
+        self.hosts = len(near.hosts)
+        self.carriers = near.carriers
+        self.rank = channel.rank
         self._channel = channel
-        self._carry = carry
-        self._carriers = carriers
+        self._near = near
+        self._across = across
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor can go this way."""
@@ -50,17 +60,51 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
+        if self.hosts == 1 and tensor.nbytes <= ALONE_BYTES:
+            return self.all_reduce_inside(tensor)
         channel = self._channel
-        if self._carry is None and tensor.nbytes <= ALONE_BYTES:
-            alone = ReduceAlone(channel, tensor, Tensor.add_, "sum")
-            return SharedPending(channel, channel.launch(alone), tensor)
         reduce = ReduceInPlace(
-            channel, tensor, Tensor.add_, "sum", carry=self._carry, carriers=self._carriers
+            channel,
+            tensor,
+            Tensor.add_,
+            "sum",
+            carry=None if self._across is None else self._across.all_reduce,
+            # What is small is not cut: each part would be a message.
+            carriers=1 if self.hosts > 1 and tensor.nbytes <= ALONE_BYTES else self._slices,
         )
         return SharedPending(channel, channel.launch(reduce), tensor)
 
-    def broadcast(self, tensors: Sequence[Tensor], *, source: int) -> None:
-        """Make tensors equal to those of one rank of this host."""
+    @property
+    def _slices(self) -> int:
+        return self._channel.size if self.hosts == 1 else self.carriers
+
+    def all_reduce_inside(self, tensor: Tensor) -> Pending:
+        """Begin to add up a small tensor over the ranks of this host, in place."""
+        alone = ReduceAlone(self._channel, tensor, Tensor.add_, "sum")
+        return SharedPending(self._channel, self._channel.launch(alone), tensor)
+
+    def sum_parts(self, tensor: Tensor, part: Tensor, runs: Sequence[Run], *, factor: float) -> Pending:
+        """Begin to add up this rank's runs of the tensors of all ranks of this host, times a factor."""
+        sums = SumParts(self._channel, tensor, part, runs, factor)
+        return SharedPending(self._channel, self._channel.launch(sums), part)
+
+    def spread_parts(self, tensor: Tensor, part: Tensor, runs: Sequence[Run]) -> Pending:
+        """Begin to write this rank's runs into the tensors of all ranks of this host."""
+        spread = SpreadParts(self._channel, tensor, part, runs)
+        return SharedPending(self._channel, self._channel.launch(spread), tensor)
+
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
+        """Make tensors equal to those of one rank: inside its host, to each other host, inside those."""
+        [home] = [number for number, ranks in enumerate(self._near.hosts) if source in ranks]
+        own = self._near.ranks
+        if source in own:
+            self._broadcast_inside(tensors, own.index(source))
+        if self._across is not None and self.rank == 0:
+            self._across.broadcast(tensors, host=home, bytes_at_once=bytes_at_once)
+        if source not in own:
+            self._broadcast_inside(tensors, 0)
+
+    def _broadcast_inside(self, tensors: Sequence[Tensor], source: int) -> None:
         small = [tensor for tensor in tensors if tensor.nbytes < _LARGE or not tensor.is_contiguous()]
         for tensor in (tensor for tensor in tensors if not any(tensor is other for other in small)):
             self._channel.run(Broadcast(self._channel, as_bytes(tensor), root=source))
