@@ -248,15 +248,20 @@ class Channel:
                 )
                 raise
 
-    def wait(self, launched: Launched, unusual: Unusual = lambda: None) -> None:
+    def wait(
+        self, launched: Launched, unusual: Unusual = lambda: None, *, timeout: float | None = None
+    ) -> None:
         """Wait until a collective is over.
 
-        ``unusual`` is called from time to time if that takes long, and may raise.
+        ``unusual`` is called from time to time if that takes long, and may raise. The timeout is the
+        channel's, unless another is given.
         """
-        self._wait_for(launched.last, fully=launched.collective.awaits_done, unusual=unusual)
+        self._wait_for(launched.last, fully=launched.collective.awaits_done, unusual=unusual, timeout=timeout)
 
-    def _wait_for(self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None) -> None:
-        patience = _Patience(self._timeout, unusual)
+    def _wait_for(
+        self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None, timeout: float | None = None
+    ) -> None:
+        patience = _Patience(self._timeout if timeout is None else timeout, unusual)
         while True:
             with self._lock:
                 self._refuse_failed()
@@ -415,7 +420,7 @@ class Channel:
         elif patience.is_over():
             names = [self._ranks[other] for other in missing]
             raise LateRankError(
-                f"a collective did not end within {self._timeout:g} s (ranks that are missing: {names}, "
+                f"a collective did not end within {patience.seconds:g} s (ranks that are missing: {names}, "
                 f"here: rank {self._ranks[self.rank]}, {self._active[0].collective.text})"
             )
 
@@ -429,6 +434,7 @@ class _Patience:
 
     def __init__(self, timeout: float, unusual: Unusual) -> None:
         now = time.monotonic()
+        self.seconds = timeout
         self._end = now + timeout
         self._next = now + _UNUSUAL
         self._unusual = unusual
