@@ -1,5 +1,6 @@
 """Arguments of torch's process groups: each call has several signatures."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,17 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     )
+
+
+def memory_of(args: Any) -> Iterator[range]:
+    """The addresses of all tensors in a nest of lists, as far as they have elements."""
+    if isinstance(args, Tensor):
+        if args.numel():
+            last = sum((size - 1) * stride for size, stride in zip(args.shape, args.stride(), strict=True))
+            yield range(args.data_ptr(), args.data_ptr() + (last + 1) * args.itemsize)
+    elif isinstance(args, (list, tuple)):
+        for each in args:
+            yield from memory_of(each)
 
 
 def listed(tensors: Any) -> list[Tensor]:

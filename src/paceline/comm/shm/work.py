@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.comm.shm.arguments import memory_of
 from paceline.comm.shm.channel import Channel, Launched
 from paceline.comm.shm.requests import Request
 from paceline.errors import ClosedGroupError, LateRankError
@@ -175,6 +176,7 @@ class Attendant:
         self._free = 0  # threads that are not telling
         self._lock = threading.Lock()
         self._kept: dict[int, Work] = {}
+        self._flying: list[tuple[Work, list[range]]] = []
         _attendants.add(self)
 
     def launch(
@@ -182,17 +184,28 @@ class Attendant:
     ) -> Work:
         """Begin a call; unless it is asynchronous, also finish it."""
         self._refuse_closed()
+        if self._flying:
+            self._finish_touching(args)
         with torch.inference_mode():
             request = build(self._channel, *args, **kwargs)
             launched = [self._channel.launch(collective) for collective in request.collectives]
         work = Work(self, request, launched, timeout)
         if is_async:
+            self._flying.append((work, list(memory_of(args))))
             self._keep(work)
             self._unattended.put(work)
             self._have_thread()
         else:
             work.wait()
         return work
+
+    def _finish_touching(self, args: tuple[Any, ...]) -> None:
+        """A call reads its tensors when it is launched: wait for those that write to the same memory."""
+        self._flying = [(work, memory) for work, memory in self._flying if not work.is_completed()]
+        wanted = list(memory_of(args)) if self._flying else []
+        for work, memory in self._flying:
+            if any(one.start < other.stop and other.start < one.stop for one in wanted for other in memory):
+                self.finish(work)
 
     def finish(self, work: Work, patience: float | None = None) -> None:
         """Have a work carried out; raises if that takes longer than the patience."""
