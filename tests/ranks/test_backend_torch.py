@@ -63,9 +63,9 @@ def data_parallel_with_views(rank: int) -> list[Tensor]:
 
 
 def data_parallel_under_join(rank: int) -> list[Tensor]:
-    # torch keeps the works of a join in C++ alone.
+    # torch keeps the works of such a join in C++ alone, and waits for them there.
     ddp = DistributedDataParallel(net())
-    with ddp.join():
+    with ddp.join(divide_by_initial_world_size=False):
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), rank, steps=STEPS + rank)
     return values(ddp)
 

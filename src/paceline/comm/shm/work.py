@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum, auto
@@ -23,9 +24,10 @@ from paceline.errors import ClosedGroupError, LateRankError
 # Makes a request for a channel.
 Build = Callable[..., Request]
 
-# Note [Works that C++ holds]. torch's reducer keeps the work of a join in C++ alone. Once its Python part is
-# gone, pybind finds our wait() no more, and C++ waits for what never comes (torch 2.13). So works that nobody
-# has asked for are kept until so many others have been launched.
+# Note [Works that C++ holds]. torch's reducer keeps a join's work, on a single number, in C++ alone. Once
+# its Python part is gone, pybind finds our methods no more, and C++ waits for what never comes (torch 2.13).
+# So works on so few bytes are kept until so many others have been launched.
+_FEW_BYTES = 64
 _KEPT = 64
 # A wait looks around a bit more often than that: see channel.py.
 _FAREWELL_SECONDS = 4.0
@@ -68,7 +70,6 @@ class Work(c10d.Work):
         if self._state is WorkState.FLYING:
             self._attendant.finish(self, timeout.total_seconds() if timeout else None)
             self.announce()
-        self._attendant.forget(self)
         if self._error is not None:
             raise self._error
         return True
@@ -100,7 +101,6 @@ class Work(c10d.Work):
                 self._trigger = torch.futures.Future()
                 # C++ takes what a callback raises for an error, and what is set as one for a result.
                 self._future = self._trigger.then(self._outcome)
-        self._attendant.forget(self)
         self.announce()
         return self._future
 
@@ -175,7 +175,7 @@ class Attendant:
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads that are not telling
         self._lock = threading.Lock()
-        self._kept: dict[int, Work] = {}
+        self._kept: deque[Work] = deque(maxlen=_KEPT)
         self._flying: list[tuple[Work, list[range]]] = []
         _attendants.add(self)
 
@@ -192,7 +192,8 @@ class Attendant:
         work = Work(self, request, launched, timeout)
         if is_async:
             self._flying.append((work, list(memory_of(args))))
-            self._keep(work)
+            if sum(output.nbytes for output in request.outputs) <= _FEW_BYTES:
+                self._kept.append(work)
             self._unattended.put(work)
             self._have_thread()
         else:
@@ -218,10 +219,6 @@ class Attendant:
         finally:
             self._turn.release()
 
-    def forget(self, work: Work) -> None:
-        """Somebody has asked for a work, so it need not be kept."""
-        self._kept.pop(id(work), None)
-
     def close(self) -> None:
         """Finish what is in flight, and take no more calls."""
         if self._owner == os.getpid():
@@ -244,11 +241,6 @@ class Attendant:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(seconds)
-
-    def _keep(self, work: Work) -> None:
-        self._kept[id(work)] = work
-        if len(self._kept) > _KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
 
     def _have_thread(self) -> None:
         with self._lock:
