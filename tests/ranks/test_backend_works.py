@@ -335,7 +335,7 @@ def late(rank: int) -> list[str]:
 
 def test_a_late_rank_is_named_to_who_waits_and_to_the_future(sharing: RankPool) -> None:
     texts, _ = sharing.run(late)
-    assert all("missing: [1]" in text for text in texts)
+    assert all("missing ranks: [1]" in text for text in texts)
 
 
 def killed(rank: int, note: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.segment import LANE_BYTES, LANES, Segment, round_up
+from paceline.comm.shm.segment import LOT_BYTES, LOTS, Segment, round_up
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Arena:
 
     def __init__(self, segment: Segment, rank: int) -> None:
         self._segment = segment
-        self._next = LANES + rank * LANE_BYTES
-        self._end = self._next + LANE_BYTES
+        self._next = LOTS + rank * LOT_BYTES
+        self._end = self._next + LOT_BYTES
         self._free: dict[int, list[int]] = {}
         self._places: dict[int, Place] = {}
         self._lock = threading.RLock()  # a tensor may be found to be gone at any time, in here too

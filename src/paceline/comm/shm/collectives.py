@@ -144,6 +144,8 @@ class _Copied(Collective):
         return min(self._step, self._length - piece * self._step)
 
     def _cut(self, flat: Tensor, piece: int) -> Tensor:
+        if self.pieces == 1:
+            return flat
         return flat[piece * self._step : (piece + 1) * self._step]
 
     def _part(self, area: Tensor, part: int, piece: int) -> Tensor:

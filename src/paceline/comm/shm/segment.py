@@ -1,11 +1,11 @@
 """One shared-memory file, mapped by the ranks of one host.
 
 It is far larger than any machine's memory: only what was reserved exists. So each rank has its own part of
-it, its lane, as long as it will ever need, and nobody has to be asked where something may be put.
+it, its lot, as long as it will ever need, and nobody has to be asked where something may be put.
 
     head                                proof that ranks share the file
     channels                            semaphores and notes of each channel
-    lane of local rank 0, 1, 2 …        blocks: what the rank lets others read and write
+    lot of local rank 0, 1, 2 …        blocks: what the rank lets others read and write
 
 Note [No file remains]. A memfd has no name, so it is gone with the last process that has it open. Ranks in
 other PID namespaces cannot open it; for them there is a file in /dev/shm, that only its owner may open, under
@@ -28,10 +28,10 @@ from paceline.comm.shm import libc
 HEAD = 0
 HEAD_BYTES = 1 << 16
 CHANNELS = 1 << 20
-LANES = 1 << 40
-LANE_BYTES = 1 << 40
+LOTS = 1 << 40
+LOT_BYTES = 1 << 40
 MOST_RANKS = 1024
-_FILE_BYTES = LANES + MOST_RANKS * LANE_BYTES
+_FILE_BYTES = LOTS + MOST_RANKS * LOT_BYTES
 
 PAGE = os.sysconf("SC_PAGESIZE")
 # What is near each other is mapped at once.

@@ -92,15 +92,19 @@ class SharedPending:
 
     def __init__(self, channel: Channel, launched: Launched, tensor: Tensor) -> None:
         self._channel = channel
-        self._launched = launched
+        self._launched: Launched | None = launched
         self._tensor = tensor
 
     def wait(self, unusual: Callable[[], None]) -> Tensor:
         """Wait until the tensor holds the result; returns it."""
-        self._channel.wait(self._launched, unusual)
+        if self._launched is not None:
+            self._channel.wait(self._launched, unusual)
+            self._launched = None  # it has views of the tensor, which may be taken for somebody else's
         return self._tensor
 
     def done(self) -> bool:
         """Whether the tensor holds the result."""
+        if self._launched is None:
+            return True
         self._channel.advance()
         return self._channel.over(self._launched)

@@ -212,7 +212,7 @@ class Attendant:
         """Have a work carried out; raises if that takes longer than the patience."""
         until = None if patience is None else time.monotonic() + patience
         if not self._turn.acquire(timeout=-1 if patience is None else patience):
-            raise LateRankError(f"a collective did not end within {patience:g} s")
+            raise LateRankError(f"a collective did not end within the timeout of {patience:g} s")
         try:
             left = None if until is None else max(0.0, until - time.monotonic())
             work.carry_out(self._channel, self._refuse_closed, left)
