@@ -1,7 +1,8 @@
 """What torch's reduction operators do to tensors, for every type of element that they are defined for."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,11 +99,8 @@ class Reduction:
     @classmethod
     def of(cls, reduce_op: Any, dtype: torch.dtype) -> "Reduction | None":
         """What torch's operator means; None if it is not defined for such elements."""
-        name = _NAMES[reduce_op.op]
-        if not _is_defined(name, dtype):
-            return None
-        op = _UNSIGNED_OPS.get(name, _OPS[name]) if dtype in _SIGNED else _OPS[name]
-        return cls(name, op, reduce_op.factor if name == "premul_sum" else None)
+        found = _reduction(reduce_op.op, dtype)
+        return replace(found, factor=reduce_op.factor) if found and found.name == "premul_sum" else found
 
     @property
     def averages(self) -> bool:
@@ -115,11 +113,21 @@ class Reduction:
             own.mul_(self.factor)
 
 
+@functools.cache
+def _reduction(kind: Any, dtype: torch.dtype) -> Reduction | None:
+    name = _NAMES[kind]
+    if not _is_defined(name, dtype):
+        return None
+    return Reduction(name, _UNSIGNED_OPS.get(name, _OPS[name]) if dtype in _SIGNED else _OPS[name])
+
+
 def operand(tensor: Tensor) -> Tensor:
     """A contiguous tensor as what can be calculated with."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype)).view(-1)
+    if (signed := _SIGNED.get(tensor.dtype)) is not None:
+        tensor = tensor.view(signed)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _is_defined(name: str, dtype: torch.dtype) -> bool:

@@ -116,10 +116,9 @@ class Work(c10d.Work):
             return
         seconds = self._timeout if patience is None else min(patience, self._timeout)
         try:
-            with torch.inference_mode():
-                for launched in self._launched:
-                    channel.wait(launched, unusual, timeout=seconds)
-                self._request.finish()
+            for launched in self._launched:
+                channel.wait(launched, unusual, timeout=seconds)
+            self._request.finish()
         except Exception as error:
             if isinstance(error, LateRankError) and seconds < self._timeout:
                 raise  # only the caller has lost patience
@@ -176,7 +175,7 @@ class Attendant:
         self._free = 0  # threads that are not telling
         self._lock = threading.Lock()
         self._kept: deque[Work] = deque(maxlen=_KEPT)
-        self._flying: list[tuple[Work, list[range]]] = []
+        self._flying: dict[int, tuple[Work, list[range]]] = {}
         _attendants.add(self)
 
     def launch(
@@ -189,9 +188,11 @@ class Attendant:
         with torch.inference_mode():
             request = build(self._channel, *args, **kwargs)
             launched = [self._channel.launch(collective) for collective in request.collectives]
-        work = Work(self, request, launched, timeout)
+            work = Work(self, request, launched, timeout)
+            if not is_async:
+                self._carry_out(work)
         if is_async:
-            self._flying.append((work, list(memory_of(args))))
+            self._flying[id(work)] = (work, list(memory_of(args)))
             if sum(output.nbytes for output in request.outputs) <= _FEW_BYTES:
                 self._kept.append(work)
             self._unattended.put(work)
@@ -202,14 +203,17 @@ class Attendant:
 
     def _finish_touching(self, args: tuple[Any, ...]) -> None:
         """A call reads its tensors when it is launched: wait for those that write to the same memory."""
-        self._flying = [(work, memory) for work, memory in self._flying if not work.is_completed()]
-        wanted = list(memory_of(args)) if self._flying else []
-        for work, memory in self._flying:
+        wanted = list(memory_of(args))
+        for work, memory in list(self._flying.values()):
             if any(one.start < other.stop and other.start < one.stop for one in wanted for other in memory):
                 self.finish(work)
 
     def finish(self, work: Work, patience: float | None = None) -> None:
         """Have a work carried out; raises if that takes longer than the patience."""
+        with torch.inference_mode():  # so that results can be written to tensors of any kind
+            self._carry_out(work, patience)
+
+    def _carry_out(self, work: Work, patience: float | None = None) -> None:
         until = None if patience is None else time.monotonic() + patience
         if not self._turn.acquire(timeout=-1 if patience is None else patience):
             raise LateRankError(f"a collective did not end within the timeout of {patience:g} s")
@@ -218,6 +222,7 @@ class Attendant:
             work.carry_out(self._channel, self._refuse_closed, left)
         finally:
             self._turn.release()
+        self._flying.pop(id(work), None)
 
     def close(self) -> None:
         """Finish what is in flight, and take no more calls."""
