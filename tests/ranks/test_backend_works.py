@@ -131,9 +131,9 @@ def many_threads(rank: int) -> None:
     def work(group: Any) -> None:
         for number in range(30):
             own = torch.full((number * 40,), rank + 1.0)
-            distributed.all_reduce(own, group=group, async_op=number % 3 == 0) if number % 3 else (
-                distributed.all_reduce(own, group=group, async_op=True).wait()
-            )
+            work = distributed.all_reduce(own, group=group, async_op=number % 3 == 0)
+            if work is not None:
+                work.wait()
             if not own.eq(3.0).all():
                 wrong.append((number, own))
 
@@ -184,6 +184,17 @@ def any_tensor(rank: int) -> None:
 
 def test_leaves_and_inference_tensors_and_aliases(sharing: RankPool) -> None:
     sharing.run(any_tensor)
+
+
+def profiled(_: int) -> list[str]:
+    with torch.autograd.profiler.profile() as profile:
+        distributed.all_reduce(torch.ones(2))
+        distributed.barrier(async_op=True).wait()
+    return [event.name for event in profile.function_events if event.name.startswith("paceline:")]
+
+
+def test_torchs_profiler_shows_calls(sharing: RankPool) -> None:
+    assert sharing.run(profiled) == [["paceline:all_reduce", "paceline:barrier"]] * 2
 
 
 # Groups that end.

@@ -182,6 +182,15 @@ class Attendant:
         self, build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
     ) -> Work:
         """Begin a call; unless it is asynchronous, also finish it."""
+        # Asked first, because to record costs as much as to launch; private in torch 2.13.
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.profiler.record_function(f"paceline:{build.__name__}"):
+                return self._launch(build, args, kwargs, timeout=timeout, is_async=is_async)
+        return self._launch(build, args, kwargs, timeout=timeout, is_async=is_async)
+
+    def _launch(
+        self, build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
+    ) -> Work:
         self._refuse_closed()
         if self._flying:
             self._finish_touching(args)
