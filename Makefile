@@ -29,6 +29,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/ddp.py
+	$(BIN)/python benchmarks/collectives.py
 
 format: $(READY)
 	$(BIN)/ruff format

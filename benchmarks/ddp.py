@@ -1,41 +1,60 @@
-"""What a training step costs under torch's DistributedDataParallel and under paceline's, on two gloo ranks.
+"""What a training step costs under torch's DistributedDataParallel and under paceline's, on two ranks.
 
-python benchmarks/ddp.py [--models NAME ...] [--wrappers torch paceline] [--parts steps memory]
+python benchmarks/ddp.py [--models NAME ...] [--sides NAME ...] [--parts steps memory]
                          [--rounds N] [--memory-runs N] [--quick] [--json FILE]
+
+The sides, which take turns on the same ranks in one run, beside the module alone:
+  torch              torch's wrapper on a gloo group
+  torch-on-paceline  torch's wrapper on a group of the backend "paceline"
+  paceline           paceline's wrapper, in shared memory where the ranks have it
+  paceline-c10d      paceline's wrapper with transport="c10d": all goes through the gloo group
+and each of them with -views behind its name: with gradient_as_bucket_view=True. "paceline / torch: 0.5" says
+that paceline takes half of what torch does. A target is the issue's; a figure without one is for information.
 
 A step is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds every side's copy
 of the model; the sides take turns in the same order on both ranks, which meet before each turn. A turn lasts
-until the slower rank is done.
+until the slower rank is done. What synchronisation adds is the step less the step of the module alone, taken
+in each round; its ratio is nan, and no target met, where what torch adds is lost in the noise.
 
-Memory is the peak of a rank's resident set over five steps, less what was resident before the module was
-wrapped; each figure is from fresh ranks. It is Linux's VmHWM, which can be set back. The peak that getrusage
-gives cannot, and would show how the module was made.
+Memory is the peak over five steps of what all ranks hold together, less what they held before the module was
+wrapped; each figure is from fresh ranks. It is Linux's proportional set size (PSS), in which a page that n
+processes share counts 1/n in each, so the sum over ranks counts it once; file pages, which are the code of
+libraries, are left out, since what they count depends on who else runs. The kernel keeps no peak of the PSS,
+so it is read at points: after forward, at some of backward's gradients, before the wrapper sees them, after
+backward, and after the optimizer's step. At each point the ranks meet, read and meet again, so that the sum
+is of one moment. What comes and goes between two points, such as messages on their way, may be missed.
 """
 
 import argparse
 import ctypes
 import gc
 import importlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Row, Size, Timing, report, samples, size, timing
+from measure import Row, Size, ratio, report, samples, size, slowest, timing
 from models import MODELS, TINY_PARAMETERS
 from torch import nn
 
 from paceline.testing import run_ranks
 
 WORLD = 2
-WRAPPERS = ("torch", "paceline")
-MODES = {"default": False, "gradient_as_bucket_view": True}
 MEMORY_MODELS = ("mlp", "transformer")
 MEMORY_STEPS = 5
+# At so many gradients of a backward, evenly spread: reading takes 15 ms.
+MEMORY_GRADIENTS = 8
 # paceline's step, in torch's.
-TARGET = 1.0
+STEP_TARGET = 1.0
+# What paceline adds to a step, in what torch adds on gloo.
+ADDED_TARGETS = {"tiny-layers": 1 / 8, "transformer": 1 / 5, "conv": 1 / 5, "mlp": 1 / 4}
+# paceline's peak of memory, in that of torch with views.
+MEMORY_TARGET = 1.0
 # torch settles its buckets after the first step.
 WARMUPS = 3
 TIMEOUT_SECONDS = 3600.0
@@ -48,29 +67,43 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that are compared: a wrapper in a mode, or the module alone."""
+    """One of those that are compared: a wrapper, what it reduces through, and how it keeps gradients."""
 
     wrapper: str
-    mode: str
+    through: str | None = None
+    views: bool = False
 
     def __str__(self) -> str:
-        return f"{self.wrapper}, {self.mode}"
+        through = {None: "", "backend": "-on-paceline", "c10d": "-c10d"}[self.through]
+        return f"{self.wrapper}{through}{'-views' if self.views else ''}"
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is what others are compared with: torch's wrapper on gloo."""
+        return self.wrapper == "torch" and self.through is None
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Put the wrapper around the module."""
         if self == ALONE:
             return module
+        options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
+        if self.through == "backend":
+            options["process_group"] = dist.new_group(backend="paceline")
+        elif self.through == "c10d":
+            options["transport"] = "c10d"
         # By name, so that either wrapper can be measured without the other.
         wrapper = importlib.import_module(f"{self.wrapper}.nn.parallel").DistributedDataParallel
-        wrapped: nn.Module = wrapper(module, gradient_as_bucket_view=MODES[self.mode])
+        wrapped: nn.Module = wrapper(module, **options)
         return wrapped
 
 
-ALONE = Side("the module alone", "no sync")
-
-
-def all_sides(wrappers: Sequence[str]) -> list[Side]:
-    return [ALONE, *(Side(wrapper, mode) for mode in MODES for wrapper in wrappers)]
+ALONE = Side("the module alone")
+_PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
+SIDES = {
+    str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
+}
+# torch in both modes, and the others as they come.
+DEFAULT_SIDES = ("torch", "torch-views", "torch-on-paceline", "paceline", "paceline-c10d")
 
 
 @dataclass(frozen=True)
@@ -79,35 +112,24 @@ class Seconds:
 
     of: Mapping[str, Sequence[float]]
 
-    def step(self, side: Side) -> Timing:
-        return timing(self.of[str(side)])
-
-    def added(self, side: Side, *, parts: int = 1) -> Timing:
+    def added(self, side: Side, *, parts: int = 1) -> list[float]:
         """What the wrapper adds to the module's own step, as a share of so many parts."""
         pairs = zip(self.of[str(side)], self.of[str(ALONE)], strict=True)
-        return timing([(ours - alone) / parts for ours, alone in pairs])
-
-    def ratio(self, side: Side, base: Side) -> tuple[float, tuple[float, float]]:
-        """How the medians stand to each other, and the quartiles of the ratio over the rounds."""
-        pairs = zip(self.of[str(side)], self.of[str(base)], strict=True)
-        spread = timing([ours / theirs for ours, theirs in pairs])
-        return self.step(side).median / self.step(base).median, (spread.low, spread.high)
+        return [(ours - alone) / parts for ours, alone in pairs]
 
 
-def time_steps(name: str, wrappers: Sequence[str], rounds: int) -> Seconds:
-    sides = all_sides(wrappers)
-    ranks = run_ranks(steps_on_rank, WORLD, args=(name, sides, rounds), timeout=TIMEOUT_SECONDS)
-    # The ranks start a turn together, so it is over when the slowest of them is done.
-    return Seconds(
-        {side: [max(turn) for turn in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]}
-    )
+def time_steps(name: str, sides: Sequence[Side], rounds: int, calls: int) -> Seconds:
+    args = (name, [ALONE, *sides], rounds, calls)
+    return Seconds(slowest(run_ranks(steps_on_rank, WORLD, args=args, timeout=TIMEOUT_SECONDS)))
 
 
-def steps_on_rank(rank: int, name: str, sides: Sequence[Side], rounds: int) -> dict[str, list[float]]:
+def steps_on_rank(
+    rank: int, name: str, sides: Sequence[Side], rounds: int, calls: int
+) -> dict[str, list[float]]:
     batch = make_batch(rank, name)
     modules = {str(side): side.wrap(make_module(name)) for side in sides}
     steps = {side: stepper(module, batch) for side, module in modules.items()}
-    seconds = samples(steps, rounds=rounds, calls=MODELS[name].steps, warmups=WARMUPS, before=dist.barrier)
+    seconds = samples(steps, rounds=rounds, calls=calls, warmups=WARMUPS, before=dist.barrier)
     check_same_gradients([module for side, module in modules.items() if side != str(ALONE)])
     # torch's wrapper can hang if it outlives the group.
     del modules, steps
@@ -126,13 +148,18 @@ def make_module(name: str) -> nn.Module:
     return MODELS[name].make()
 
 
-def stepper(module: nn.Module, batch: torch.Tensor) -> Step:
+def stepper(module: nn.Module, batch: torch.Tensor, point: Callable[[], None] = lambda: None) -> Step:
+    """A step of the module; ``point`` is called after each of its parts."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, foreach=True)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        module(batch).square().mean().backward()
+        loss = module(batch).square().mean()
+        point()
+        loss.backward()
+        point()
         optimizer.step()
+        point()
 
     return step
 
@@ -151,27 +178,42 @@ def check_same_gradients(modules: Sequence[nn.Module]) -> None:
 
 def peak_memory(name: str, sides: Sequence[Side], runs: int) -> dict[Side, Size]:
     """Each side's peak. It depends on what happens to overlap, so it is taken in several runs."""
-    peaks = [[_peak(name, side) for side in sides] for _ in range(runs)]
+    peaks = [[peak(name, side) for side in sides] for _ in range(runs)]
     return {side: size(values) for side, values in zip(sides, zip(*peaks, strict=True), strict=True)}
 
 
-def _peak(name: str, side: Side) -> int:
-    return max(run_ranks(peak_on_rank, WORLD, args=(name, side), timeout=TIMEOUT_SECONDS))
+def peak(name: str, side: Side) -> int:
+    """The most that the ranks held together at a point, over what they held before."""
+    ranks = run_ranks(held_on_rank, WORLD, args=(name, side), timeout=TIMEOUT_SECONDS)
+    points: list[int] = [sum(point) for point in zip(*ranks, strict=True)]
+    return max(points) - points[0]
 
 
-def peak_on_rank(rank: int, name: str, side: Side) -> int:
+def held_on_rank(rank: int, name: str, side: Side) -> list[int]:
+    """What this rank holds before its module is wrapped, and at each point of the steps after that."""
     batch, module = make_batch(rank, name), make_module(name)
     load_code(module, batch)
-    before = reset_peak()
+    held: list[int] = []
+
+    def point() -> None:
+        # On a group of its own, so that it is never in between a wrapper's collectives.
+        dist.barrier(meeting)
+        held.append(held_bytes())
+        dist.barrier(meeting)
+
+    meeting = dist.new_group(backend="gloo")
+    point()
     wrapped = side.wrap(module)
-    step = stepper(wrapped, batch)
+    parameters = list(module.parameters())
+    for parameter in parameters[:: math.ceil(len(parameters) / MEMORY_GRADIENTS)]:
+        parameter.register_hook(lambda _: point())
+    step = stepper(wrapped, batch, point)
     for _ in range(MEMORY_STEPS):
         step()
-    peak = status_bytes("VmHWM") - before
     # As in steps_on_rank.
     del wrapped, step
     gc.collect()
-    return peak
+    return held
 
 
 def load_code(module: nn.Module, batch: torch.Tensor) -> None:
@@ -183,47 +225,66 @@ def load_code(module: nn.Module, batch: torch.Tensor) -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def reset_peak() -> int:
-    """Have VmHWM start again from what is resident now; returns that."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
+def held_bytes() -> int:
+    """This rank's part of the memory that it has, without files' pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    parts = [line.split()[1] for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+    return sum(map(int, parts)) * 1024
 
 
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
+def comparisons(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """Each side with each of torch's on gloo, or with the module alone where none of those is there."""
+    bases = [side for side in sides if side.is_base]
+    others = [side for side in sides if not side.is_base]
+    return [(side, base) for side in others or bases for base in (bases if others and bases else [ALONE])]
 
 
-def step_rows(name: str, seconds: Seconds, wrappers: Sequence[str]) -> list[Row]:
-    return [step_row(name, mode, seconds, wrappers) for mode in MODES]
+def step_rows(name: str, seconds: Seconds, sides: Sequence[Side]) -> list[Row]:
+    what, timings = f"step of {MODELS[name].what}", {side: timing(of) for side, of in seconds.of.items()}
+    rows = []
+    for side, base in comparisons(sides):
+        value, spread = ratio(seconds.of[str(side)], seconds.of[str(base)])
+        target = STEP_TARGET if side.wrapper == "paceline" and base.is_base else None
+        rows.append(Row(what, timings, f"{side} / {base}", value, target, spread=spread))
+    return rows
 
 
-def step_row(name: str, mode: str, seconds: Seconds, wrappers: Sequence[str]) -> Row:
-    sides = [ALONE, *(Side(wrapper, mode) for wrapper in wrappers)]
-    steps = {side.wrapper: seconds.step(side) for side in sides}
-    added = {f"{side.wrapper} adds": seconds.added(side) for side in sides[1:]}
-    what = f"step of {MODELS[name].what}, {mode}"
-    base, ours = sides[-2:]
-    value, spread = seconds.ratio(ours, base)
-    if base == ALONE:
-        return Row(what, steps | added, f"times {ALONE.wrapper}", value, None, spread=spread)
-    return Row(what, steps | added, "times torch's step", value, TARGET, spread=spread)
+def added_rows(name: str, seconds: Seconds, sides: Sequence[Side]) -> list[Row]:
+    what = f"what synchronisation adds to a step of {MODELS[name].what}"
+    added = {side: seconds.added(side) for side in sides}
+    timings = {str(side): timing(values) for side, values in added.items()}
+    rows = []
+    for side, base in comparisons(sides):
+        if base.is_base:
+            value, spread = added_ratio(added[side], added[base])
+            target = ADDED_TARGETS.get(name) if (side.wrapper, side.through) == ("paceline", None) else None
+            rows.append(Row(what, timings, f"{side} / {base}", value, target, spread=spread))
+    return rows
 
 
-def parameter_rows(measured: Mapping[str, Seconds], wrappers: Sequence[str]) -> list[Row]:
+def added_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """How the medians stand to each other, and our quartiles to their median; no number if they are noise."""
+    own, base = timing(ours), timing(theirs).median
+    if base <= 0:
+        return math.nan, None
+    return own.median / base, (own.low / base, own.high / base)
+
+
+def parameter_rows(measured: Mapping[str, Seconds], sides: Sequence[Side]) -> list[Row]:
     """What a parameter costs, as their number grows."""
     counts = {name: count for name, count in TINY_PARAMETERS.items() if name in measured}
     if len(counts) < 2:
         return []
-    return [parameter_row(measured, counts, Side(wrapper, mode)) for mode in MODES for wrapper in wrappers]
+    return [parameter_row(measured, counts, side) for side in sides]
 
 
 def parameter_row(measured: Mapping[str, Seconds], counts: Mapping[str, int], side: Side) -> Row:
-    timings = {f"at {count:,}": measured[name].added(side, parts=count) for name, count in counts.items()}
+    timings = {
+        f"at {count:,}": timing(measured[name].added(side, parts=count)) for name, count in counts.items()
+    }
     fewest, *_, most = timings.values()
     return Row(
-        f"what {side.wrapper} adds for each parameter, {side.mode}",
+        f"what {side} adds for each parameter",
         timings,
         "at most parameters, times that at fewest",
         most.median / fewest.median,
@@ -231,21 +292,15 @@ def parameter_row(measured: Mapping[str, Seconds], counts: Mapping[str, int], si
     )
 
 
-def memory_rows(name: str, wrappers: Sequence[str], runs: int) -> list[Row]:
-    peaks = peak_memory(name, all_sides(wrappers), runs)
-    return [memory_row(name, mode, peaks, wrappers) for mode in MODES]
-
-
-def memory_row(name: str, mode: str, peaks: Mapping[Side, Size], wrappers: Sequence[str]) -> Row:
-    sides = [ALONE, *(Side(wrapper, mode) for wrapper in wrappers)]
-    base, ours = (peaks[side].median for side in sides[-2:])
-    return Row(
-        f"peak memory of {MODELS[name].what}, {mode}",
-        {side.wrapper: peaks[side] for side in sides},
-        "times torch's peak" if len(wrappers) == 2 else f"times {ALONE.wrapper}",
-        ours / base,
-        None,
-    )
+def memory_rows(name: str, sides: Sequence[Side], runs: int) -> list[Row]:
+    peaks = peak_memory(name, [ALONE, *sides], runs)
+    what, shown = f"peak memory of {MODELS[name].what}", {str(side): held for side, held in peaks.items()}
+    rows = []
+    for side, base in comparisons(sides):
+        target = MEMORY_TARGET if side.wrapper == "paceline" and base == SIDES["torch-views"] else None
+        value = peaks[side].median / peaks[base].median
+        rows.append(Row(what, shown, f"{side} / {base}", value, target))
+    return rows
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -254,13 +309,15 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     if "steps" in arguments.parts:
         for name in arguments.models:
             print(f"timing {MODELS[name].what}", file=sys.stderr)
-            measured[name] = time_steps(name, arguments.wrappers, arguments.rounds)
-            rows += step_rows(name, measured[name], arguments.wrappers)
-        rows += parameter_rows(measured, arguments.wrappers)
+            calls = 1 if arguments.quick else MODELS[name].steps
+            measured[name] = time_steps(name, arguments.sides, arguments.rounds, calls)
+            rows += step_rows(name, measured[name], arguments.sides)
+            rows += added_rows(name, measured[name], arguments.sides)
+        rows += parameter_rows(measured, arguments.sides)
     if "memory" in arguments.parts:
         for name in (name for name in MEMORY_MODELS if name in arguments.models):
             print(f"peak memory of {MODELS[name].what}", file=sys.stderr)
-            rows += memory_rows(name, arguments.wrappers, arguments.memory_runs)
+            rows += memory_rows(name, arguments.sides, arguments.memory_runs)
     return rows
 
 
@@ -269,7 +326,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=", ".join(MODELS)
     )
-    parser.add_argument("--wrappers", nargs="+", choices=WRAPPERS, default=WRAPPERS, help="default: both")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=DEFAULT_SIDES, metavar="NAME", help=", ".join(SIDES)
+    )
     parser.add_argument(
         "--parts", nargs="+", choices=("steps", "memory"), default=("steps", "memory"), help="default: both"
     )
@@ -277,23 +336,23 @@ def parse() -> argparse.Namespace:
         "--rounds", type=int, default=40, help="turns of each side that are timed (default: 40)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="4 rounds and 2 memory runs, to see that all works"
+        "--quick", action="store_true", help="4 rounds of a step and 3 memory runs, to see that all works"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--memory-runs", type=int, default=5, help="fresh starts of each side (default: 5)")
     arguments = parser.parse_args()
-    if min(arguments.rounds, arguments.memory_runs) < 2:
-        parser.error("quartiles need two rounds, and two memory runs, or more")
-    arguments.wrappers = [wrapper for wrapper in WRAPPERS if wrapper in arguments.wrappers]
+    if min(arguments.rounds, arguments.memory_runs) < 3:
+        parser.error("quartiles need three rounds, and three memory runs, or more")
+    arguments.sides = [side for name, side in SIDES.items() if name in arguments.sides]
     if arguments.quick:
-        arguments.rounds, arguments.memory_runs = 4, 2
+        arguments.rounds, arguments.memory_runs = 4, 3
     return arguments
 
 
 def main() -> None:
     arguments = parse()
     rows = measure(arguments)
-    report(f"DistributedDataParallel on {WORLD} gloo ranks of one thread each", rows, arguments.json)
+    report(f"DistributedDataParallel on {WORLD} ranks of one thread each", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Timing for the benchmarks: both sides interleaved in one run, medians with quartiles, the machine named."""
 
+import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -43,7 +45,8 @@ class Size:
 class Row:
     """One comparison: what was measured, and how a figure stands to its target, if it has one.
 
-    ``spread`` holds the figure's quartiles over rounds, where it was taken in each.
+    A figure that is not a number meets no target. ``spread`` holds the figure's quartiles over rounds, where
+    it was taken in each.
     """
 
     what: str
@@ -92,16 +95,20 @@ def samples(
     calls: int = 1,
     warmups: int = 1,
     before: Callable[[], object] = lambda: None,
+    untimed: int = 0,
 ) -> dict[str, list[float]]:
     """Seconds a call of each side, a value a round; ``before`` runs ahead of each turn and is not timed.
 
-    The order of the turns depends on nothing but the number of sides, so that ranks stay in step.
+    Nor are a turn's first calls, as many as are ``untimed``: where calls are short, ranks that have left
+    ``before`` one after the other are together only after the first. The order of the turns depends on
+    nothing but the number of sides, so that ranks stay in step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warmups, rounds):
         for name in _order(list(sides), number):
             before()
-            elapsed = _time(sides[name], calls)
+            _time(sides[name], untimed)
+            elapsed = _time(sides[name], calls) / calls
             if number >= 0:
                 seconds[name].append(elapsed)
     return seconds
@@ -118,7 +125,7 @@ def _time(call: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls
+    return time.perf_counter() - start
 
 
 def timing(values: Sequence[float]) -> Timing:
@@ -133,6 +140,19 @@ def size(values: Sequence[float]) -> Size:
     return Size(median, low, high)
 
 
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """What each rank measured, as one: ranks start a turn together, and it is over when the last is done."""
+    return {
+        side: [max(turn) for turn in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]
+    }
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """How the medians stand to each other, and the quartiles of the ratio over the rounds."""
+    spread = timing([value / other for value, other in zip(values, base, strict=True)])
+    return timing(values).median / timing(base).median, (spread.low, spread.high)
+
+
 def machine() -> str:
     """What the figures were measured on."""
     cpus = Path("/proc/cpuinfo")
@@ -144,14 +164,25 @@ def machine() -> str:
 
 
 def report(title: str, rows: Sequence[Row], path: Path | None) -> None:
-    """Print the rows as a table, and write them as JSON where a path is given."""
+    """Print the rows as a table, and write them as JSON where a path is given.
+
+    Neighbours that say the same ``what`` have the same timings, and are shown as one with several figures.
+    """
     table = Table(title=title, caption=machine(), show_lines=True)
-    for column in ("what", "median (quartiles)", "figure", "target"):
+    table.add_column("what", overflow="fold", max_width=32)
+    for column in ("median (quartiles)", "figure and target"):
         table.add_column(column, overflow="fold")
-    for row in rows:
-        sides = "\n".join(f"{name}: {timing}" for name, timing in row.timings.items())
-        table.add_row(row.what, sides, row.shown_figure, row.shown_target)
-    Console(width=120).print(table)
+    for what, alike in itertools.groupby(rows, key=lambda row: row.what):
+        first, *others = alike
+        sides = "\n".join(f"{name}: {timing}" for name, timing in first.timings.items())
+        figures = Table.grid("", "", padding=(0, 2))
+        for row in (first, *others):
+            figures.add_row(row.shown_figure, row.shown_target)
+        table.add_row(what, sides, figures)
+    Console(width=140).print(table)
     if path is not None:
-        figures = [{**asdict(row), "met": row.met} for row in rows]
-        path.write_text(json.dumps({"machine": machine(), "rows": figures}, indent=2) + "\n")
+        verdicts = [
+            {**asdict(row), "value": None if math.isnan(row.value) else row.value, "met": row.met}
+            for row in rows
+        ]
+        path.write_text(json.dumps({"machine": machine(), "rows": verdicts}, indent=2) + "\n")

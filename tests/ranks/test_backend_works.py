@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from paceline.comm.shm.segment import PAGE, Segment
 from paceline.comm.shm.work import Attendant
 from paceline.errors import (
     ClosedGroupError,
@@ -195,6 +196,14 @@ def profiled(_: int) -> list[str]:
 
 def test_torchs_profiler_shows_calls(sharing: RankPool) -> None:
     assert sharing.run(profiled) == [["paceline:all_reduce", "paceline:barrier"]] * 2
+
+
+def test_shared_memory_is_mapped_for_every_mode() -> None:
+    segment = Segment.nameless()
+    segment.reserve(0, PAGE)
+    with torch.inference_mode():
+        segment.at(0, 4)
+    assert segment.at(0, 4).fill_(1).tolist() == [1] * 4
 
 
 # Groups that end.

@@ -41,9 +41,11 @@ class Arena:
         self._segment.reserve(place.offset, place.nbytes)
         return place
 
-    def give_back(self, place: Place) -> None:
-        """Have no memory there."""
-        self._segment.release(place.offset, place.nbytes)
+    def give_back(self, ensured: Place) -> None:
+        """Have no memory there, but for what was allocated since."""
+        with self._lock:
+            start = max(ensured.offset, self._next)
+            self._segment.release(start, max(0, ensured.offset + ensured.nbytes - start))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A tensor in shared memory, which is given back when the tensor is gone; None if there is none."""
@@ -82,6 +84,10 @@ class Arena:
 
     def _drop(self, place: Place, window: Tensor) -> None:
         self._places.pop(window.data_ptr(), None)
+        self.free(place)
+
+    def free(self, place: Place) -> None:
+        """Have no memory there, and let the addresses be used again."""
         self._segment.release(place.offset, place.nbytes)
         with self._lock:
             self._free.setdefault(place.nbytes, []).append(place.offset)

@@ -15,11 +15,13 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.comm.pending import Pending
@@ -38,10 +40,17 @@ PIECE_BYTES = 4 << 20
 _AREAS = 4
 STAGING_BYTES = _AREAS * PIECE_BYTES
 
+# That a piece is here, that it is done, and that the rank broke off.
+_WORDS = 3
+
 # Spinning is worth while as long as the others are likely to be running.
 _SPINS = 1000
+# How long to sleep before looking around, in seconds, and if other channels have anything in flight.
+_NAP, _SHORT_NAP = 0.1, 0.001
 _UNUSUAL = 2.0
 _AGAIN = 1.0
+# This process's, for the sake of others that wait: see Channel._help.
+_channels: "weakref.WeakSet[Channel]" = weakref.WeakSet()
 
 
 class Collective(ABC):
@@ -129,6 +138,10 @@ class Channel:
         rank: which of them this one is.
         life: tells who has ended.
         timeout: so many seconds others are waited for.
+        staging: addresses of this rank's, for what does not live in shared memory.
+
+    Attributes:
+        in_flight: what has been launched and is not over on every rank.
     """
 
     def __init__(
@@ -139,7 +152,9 @@ class Channel:
         ranks: Sequence[int],
         rank: int,
         life: Life,
+        *,
         timeout: float,
+        staging: Place,
     ) -> None:
         self.arena = arena
         self.rank = rank
@@ -152,42 +167,35 @@ class Channel:
         address, words = self._memory.data_ptr(), words_bytes(self.size)
         self._here = Words(address, rank, self.size)
         self._done = Words(address + words, rank, self.size)
-        self._notes = Notes(address + 2 * words, self.size)
-        self._staging: Place | None = None
+        self._broken = Words(address + 2 * words, rank, self.size)
+        self._notes = Notes(address + 3 * words, self.size)
+        self._staging = staging
         self._reserved = [0] * _AREAS
         self._busy = [0] * _AREAS  # each area is in use until so many pieces are over
         self._spins = _SPINS if self.size <= len(os.sched_getaffinity(0)) else 1
         self._lock = threading.RLock()
-        self._active: deque[Launched] = deque()
+        self._ears = threading.Lock()  # held by the thread that sleeps until there is a word
+        self.in_flight: deque[Launched] = deque()
         self._collectives = self._areas = 0
         # How many pieces were launched, and how many of them have come how far.
         self._pieces = self._published = self._met = self._spread = self._ended = 0
         self._carried: deque[Pending | None] = deque()
         self._failed: Exception | None = None
         self._tail: threading.Thread | None = None
+        _channels.add(self)
+        self._owed = 0  # so many pieces are to be over before the thread may end
 
     def launch(self, collective: Collective) -> Launched:
         """Begin a collective, after those that were begun before."""
-        while len(self._active) >= NOTES:
-            self._wait_for(self._active[0].last, fully=True)
-        with self._lock:
-            self._refuse_failed()
-            note = self._place(collective)
-            self._notes.write(self.rank, self._collectives, note)
-            launched = Launched(
-                collective,
-                collective.text,
-                collective.awaits_done,
-                number=self._collectives,
-                first=self._pieces,
-                last=self._pieces + collective.pieces,
-                notes={self.rank: note},
-            )
-            self._collectives += 1
-            self._pieces = launched.last
-            self._active.append(launched)
-            self.advance()
-            return launched
+        while True:
+            with self._lock:
+                self._refuse_failed()
+                if len(self.in_flight) < NOTES:
+                    launched = self._line_up(collective)
+                    self.advance()
+                    return launched
+                first = self.in_flight[0]
+            self._wait_for(first.last, fully=True)
 
     def over(self, launched: Launched) -> bool:
         """Whether a collective is over, as far as this rank has seen."""
@@ -206,9 +214,8 @@ class Channel:
                     pass
             except BaseException as error:
                 # Half of something was done, and nobody knows which half.
-                self._failed = self._failed or CollectiveError(
-                    f"a collective broke off (rank: {self._ranks[self.rank]}, {error!r})"
-                )
+                if self._failed is None:
+                    self._break_off(error)
                 raise
 
     def wait(
@@ -228,13 +235,19 @@ class Channel:
     def finish_behind(self) -> None:
         """Have a thread do this rank's part of what is left, for the others' sake."""
         with self._lock:
-            if self._active and self._failed is None and (self._tail is None or not self._tail.is_alive()):
+            self._owed = self._pieces
+            if self._ended < self._owed and self._failed is None and self._tail is None:
                 self._tail = threading.Thread(target=self._finish, name="paceline-channel", daemon=True)
                 self._tail.start()
 
     def _finish(self) -> None:
-        with contextlib.suppress(Exception):  # who waits next is told
-            self._wait_for(self._pieces, fully=True)
+        try:
+            while self._tail is not None:
+                self._wait_for(self._owed, fully=True)
+                with self._lock:  # more may be owed by now
+                    self._tail = self._tail if self._ended < self._owed else None
+        except Exception:  # who waits next is told
+            self._tail = None
 
     def _wait_for(
         self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None, timeout: float | None = None
@@ -250,14 +263,37 @@ class Channel:
                 other = None if words is None else words.missing(count)
             if carried is not None:
                 carried.wait(unusual)
-            elif words is not None and other is not None:
-                if words.listen(other, self._spins):
-                    with self._lock:
-                        words.count(other)
-                else:
-                    seconds = self._timeout if timeout is None else timeout
-                    patience = patience or _Patience(seconds, unusual)
-                    self._look_around(words, count, patience)
+            elif words is not None and other is not None and not self._listen(words, other, count):
+                patience = patience or _Patience(self._timeout if timeout is None else timeout, unusual)
+                self._help()
+                self._look_around(words, count, patience)
+
+    def _listen(self, words: Words, other: int, count: int) -> bool:
+        """Wait a short time for a rank's words; whether they came."""
+        with self._ears:  # what another thread hears meanwhile counts here too
+            for _ in range(self._spins):
+                if words.has_said(other, count):
+                    return True
+            return words.nap(other, count, _SHORT_NAP if self._others_in_flight() else _NAP)
+
+    def _others_in_flight(self) -> list["Channel"]:
+        return [each for each in list(_channels) if each is not self and each.in_flight]
+
+    def _help(self) -> None:
+        """Do what can be done in other channels: the rank that is waited for may wait for that."""
+        for channel in self._others_in_flight():
+            if channel._failed is None and channel._lock.acquire(blocking=False):
+                try:
+                    # Who waits there is told of errors; its tensors may be of any kind.
+                    with contextlib.suppress(Exception), torch.inference_mode():
+                        channel.advance()
+                finally:
+                    channel._lock.release()
+
+    def _break_off(self, error: BaseException) -> None:
+        self._failed = CollectiveError(f"a collective broke off (rank: {self._ranks[self.rank]}, {error!r})")
+        self._notes.write_why(self.rank, repr(error))
+        self._broken.say()
 
     def _is_over(self, pieces: int, *, fully: bool) -> bool:
         return pieces <= (self._ended if fully else self._spread)
@@ -270,13 +306,29 @@ class Channel:
             return self._carried[0], None, 0
         return None, self._done, self._ended + 1
 
+    def _line_up(self, collective: Collective) -> Launched:
+        """Give a collective its number and its pieces theirs."""
+        note = self._place(collective)
+        self._notes.write(self.rank, self._collectives, note)
+        launched = Launched(
+            collective,
+            collective.text,
+            collective.awaits_done,
+            number=self._collectives,
+            first=self._pieces,
+            last=self._pieces + collective.pieces,
+            notes={self.rank: note},
+        )
+        self._collectives += 1
+        self._pieces = launched.last
+        self.in_flight.append(launched)
+        return launched
+
     def _place(self, collective: Collective) -> Note:
         """Where this rank's part will be."""
         text = as_text(collective.text)
         if collective.place is not None:
             return Note(collective.place.offset, IN_PLACE, text)
-        if self._staging is None:
-            self._staging = self.arena.space(STAGING_BYTES)
         note = Note(self._staging.offset, self._areas, text)
         self._areas += collective.pieces
         return note
@@ -336,12 +388,12 @@ class Channel:
             launched.collective.end(piece, Areas(self._segment, launched, piece)[self.rank])
         self._ended += 1
         if self._ended == launched.last:
-            self._active.popleft()
+            self.in_flight.popleft()
         return True
 
     def _find(self, number: int) -> tuple[Launched, int]:
         """Which collective a piece belongs to, and which of its pieces it is."""
-        for launched in self._active:
+        for launched in self.in_flight:
             if number < launched.last:
                 return launched, number - launched.first
         raise AssertionError(f"no such piece: {number}")
@@ -361,11 +413,17 @@ class Channel:
     def _look_around(self, words: Words, count: int, patience: "_Patience") -> None:
         """A wait takes long: see whether it can still end."""
         missing = words.all_missing(count)
-        ended = [other for other in missing if self._life.has_ended(other)]
-        # What one said before it ended may have come meanwhile.
-        if ended and words.missing(count) in ended:
-            self._failed = LostRankError(self._words("cannot end, because ranks have ended", ended))
-            raise self._failed
+        if ended := [other for other in missing if self._life.has_ended(other)]:
+            # What one said before it ended may have come meanwhile.
+            missing = words.all_missing(count)
+            if lost := [other for other in ended if other in missing]:
+                self._failed = LostRankError(self._words("cannot end, because ranks have ended", lost))
+                raise self._failed
+        for other in missing:
+            if self._broken.has_said(other, 1):
+                why = f"cannot end, because one broke off: {self._notes.read_why(other)}"
+                self._failed = CollectiveError(self._words(why, [other]))
+                raise self._failed
         if patience.is_over():
             raise LateRankError(
                 self._words(f"did not end within the timeout of {patience.seconds:g} s", missing)
@@ -373,7 +431,7 @@ class Channel:
 
     def _words(self, what: str, others: Sequence[int]) -> str:
         names = [self._ranks[other] for other in others]
-        text = self._active[0].text if self._active else "nothing"
+        text = self.in_flight[0].text if self.in_flight else "nothing"
         return f"a collective {what} (missing ranks: {names}, here: rank {self._ranks[self.rank]}, {text})"
 
     def _refuse_failed(self) -> None:
@@ -405,11 +463,11 @@ def open_channel(segment: Segment, number: int, size: int) -> None:
     offset, nbytes = _layout(number, size)
     segment.reserve(offset, nbytes)
     address = segment.at(offset, nbytes).data_ptr()
-    make_words(address, size)
-    make_words(address + words_bytes(size), size)
+    for word in range(_WORDS):
+        make_words(address + word * words_bytes(size), size)
 
 
 def _layout(number: int, size: int) -> tuple[int, int]:
     """Where a channel's semaphores and notes are in the segment, and how long they are."""
-    nbytes = round_up(2 * words_bytes(size) + notes_bytes(size))
+    nbytes = round_up(_WORDS * words_bytes(size) + notes_bytes(size))
     return CHANNELS + number * nbytes, nbytes

@@ -4,12 +4,19 @@ Note [Ordering]. Ranks tell each other through semaphores alone. POSIX lists ``s
 family among the functions that synchronise memory: what a rank wrote before it posted is seen by the rank
 whose wait returned because of it. So no flag is ever read that could be seen before the data that it stands
 for, on no kind of CPU, and no fence has to be written in Python, which has none.
+
+Note [Counted at once]. Python may raise KeyboardInterrupt after any call, and what was taken from a semaphore
+would be lost before it was counted, and waited for for ever. So it is taken and counted by one iterator that
+runs in C: its next value is right, whether or not anybody saw the last one.
 """
 
 import ctypes
 import errno
 import os
 import time
+from collections.abc import Iterator
+from itertools import accumulate, repeat
+from operator import add
 from typing import Any
 
 # A cache line each, lest ranks that wait for different semaphores get in each other's way; sem_t is 32 bytes.
@@ -48,8 +55,8 @@ _fallocate = _function(_libc, "fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_
 
 # Adds one to a semaphore.
 post = _function(_brief, "sem_post", _pointer)
-# Takes one from a semaphore and returns 0; anything else if there is none.
-try_wait = _function(_brief, "sem_trywait", _pointer)
+# Takes one from a semaphore and returns 0; -1 if there is none.
+_try_wait = _function(_brief, "sem_trywait", _pointer)
 
 
 def why_not() -> str | None:
@@ -65,11 +72,30 @@ def make_semaphore(address: int) -> None:
         raise _error("sem_init")
 
 
-def wait(semaphore: int, seconds: float) -> bool:
-    """Sleep until there is one to take from a semaphore; whether one was taken in that time."""
-    until = time.clock_gettime(time.CLOCK_MONOTONIC) + seconds
-    moment = _Timespec(int(until), int(until % 1 * 1e9))
-    return bool(_clock_wait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(moment)) == 0)
+def tries(semaphore: int) -> Iterator[int]:
+    """Takes one from a semaphore at each step, if there is one; yields how many it took so far."""
+    return accumulate(map(add, map(_try_wait, repeat(semaphore)), repeat(1)))
+
+
+class Naps:
+    """The same, but sleeps until there is one to take, for some time. One thread at a time.
+
+    Args:
+        semaphore: its address.
+    """
+
+    def __init__(self, semaphore: int) -> None:
+        self._until = _Timespec()
+        waits = map(
+            _clock_wait, repeat(semaphore), repeat(time.CLOCK_MONOTONIC), repeat(ctypes.byref(self._until))
+        )
+        self._taken: Iterator[int] = accumulate(map(add, waits, repeat(1)))
+
+    def nap(self, seconds: float) -> int:
+        """Sleep until there is one to take; returns how many were taken so far."""
+        until = time.clock_gettime(time.CLOCK_MONOTONIC) + seconds
+        self._until.seconds, self._until.nanoseconds = int(until), int(until % 1 * 1e9)
+        return next(self._taken)
 
 
 def map_shared(file: int, offset: int, nbytes: int) -> int:

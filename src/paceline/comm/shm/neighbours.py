@@ -9,6 +9,7 @@ import itertools
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.comm.shm import libc
-from paceline.comm.shm.arena import Arena
+from paceline.comm.shm.arena import Arena, Place
 from paceline.comm.shm.channel import STAGING_BYTES, Channel, open_channel
 from paceline.comm.shm.life import Life
 from paceline.comm.shm.segment import HEAD, HEAD_BYTES, MOST_RANKS, Segment
@@ -58,6 +59,8 @@ class Neighbours:
         self._segment = segment
         self._life = Life(segment, self.rank)
         self._numbers = itertools.count()
+        self._unused: list[int] = []
+        self._dropped: dict[int, tuple[Place, object]] = {}
 
     def open(self, group: Gatherer, *, room: int, timeout: float) -> Channel | None:
         """Make a channel, on every rank of the group at once.
@@ -71,18 +74,21 @@ class Neighbours:
             None, on every rank, if some rank has not got that room.
         """
         number, problem = None, None
+        dropped = self._dropped.copy()  # one more may be found to be gone at any time
         try:
             reserved = self.arena.ensure(room + (STAGING_BYTES if self._segment.is_limited else 0))
             if self.rank == 0:
-                number = next(self._numbers)
+                number = self._unused.pop() if self._unused else next(self._numbers)
                 open_channel(self._segment, number, len(self.ranks))
         except OSError as error:
             problem = f"rank {group.rank}: {error}"
-        everyone = group.gather_objects((number, problem))
-        problems = [theirs for _, theirs in everyone if theirs is not None]
+        everyone = group.gather_objects((number, problem, list(dropped)))
+        self._reclaim([everyone[rank][2] for rank in self.ranks])
+        problems = [theirs for _, theirs, _ in everyone if theirs is not None]
         if not problems:
-            number = everyone[self.ranks[0]][0]
-            return Channel(self._segment, self.arena, number, self.ranks, self.rank, self._life, timeout)
+            return self._channel(everyone[self.ranks[0]][0], timeout)
+        if number is not None:
+            self._unused.append(number)
         if problem is None:
             self.arena.give_back(reserved)
         if group.rank == 0:
@@ -92,6 +98,31 @@ class Neighbours:
                 stacklevel=2,
             )
         return None
+
+    def _channel(self, number: int, timeout: float) -> Channel:
+        staging = self.arena.space(STAGING_BYTES)
+        channel = Channel(
+            self._segment,
+            self.arena,
+            number,
+            self.ranks,
+            self.rank,
+            self._life,
+            timeout=timeout,
+            staging=staging,
+        )
+        # Others may still read what it has in flight.
+        left = (staging, channel.in_flight)
+        weakref.finalize(channel, self._dropped.__setitem__, number, left).atexit = False
+        return channel
+
+    def _reclaim(self, dropped: Sequence[Sequence[int]]) -> None:
+        """Use again what belonged to channels that are gone on every rank, of which each says which are."""
+        for number in set(dropped[0]).intersection(*dropped):
+            staging, _ = self._dropped.pop(number)
+            self.arena.free(staging)
+            if self.rank == 0:
+                self._unused.append(number)
 
 
 def find(group: Gatherer) -> Neighbours | None:
@@ -150,8 +181,8 @@ class _Proof:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._problem: str | None = None
         try:
-            path = self._make(way) if self._index == 0 else None
-            notes = group.gather_objects((path, self._secret))
+            place = self._make(way) if self._index == 0 else None
+            notes = group.gather_objects((place, self._secret))
             if self._index:
                 self._open(*notes[self._ranks[0]])
             group.gather_objects(None)  # now everyone has left a secret
@@ -161,7 +192,7 @@ class _Proof:
             if self._index == 0 and hasattr(self, "segment"):
                 self.segment.unlink()
 
-    def _make(self, way: Any) -> str | None:
+    def _make(self, way: Any) -> tuple[str, int] | None:
         try:
             if len(self._ranks) > MOST_RANKS:
                 raise OSError(f"there are more than {MOST_RANKS} ranks")
@@ -171,15 +202,15 @@ class _Proof:
         except OSError as error:
             self._problem = str(error)
             return None
-        return self.segment.path
+        return self.segment.path, self.segment.inode
 
-    def _open(self, path: str | None, secret: bytes) -> None:
+    def _open(self, place: tuple[str, int] | None, secret: bytes) -> None:
         try:
-            if path is None:
+            if place is None:
                 raise OSError("the host's first rank has no segment")
-            self.segment = Segment.at_path(path)
+            self.segment = Segment.at_path(*place)
             if self._secret_of(0) != secret:
-                raise OSError(f"{path} is another file here")
+                raise OSError(f"{place[0]} is another file here")
             self._leave_secret()
         except OSError as error:
             self._problem = str(error)

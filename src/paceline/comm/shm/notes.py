@@ -1,6 +1,7 @@
 """What each rank notes for the others of a collective that it launches: what it is, and where its part is.
 
-A note is written before the rank says that the first piece is here, and read after that was heard.
+A note is written before the rank says that the first piece is here, and read after that was heard. One more
+is kept for why a rank broke off, and is written before that is said.
 """
 
 import ctypes
@@ -49,10 +50,18 @@ class Notes:
         """A rank's note on the collective of a number."""
         return Note(*_NOTE.unpack_from(self._memory, _place(rank, number)))
 
+    def write_why(self, rank: int, why: str) -> None:
+        """Leave word of why a rank broke off."""
+        _NOTE.pack_into(self._memory, _why_place(rank), 0, 0, as_text(why))
+
+    def read_why(self, rank: int) -> str:
+        """Why a rank broke off."""
+        return as_words(_NOTE.unpack_from(self._memory, _why_place(rank))[2])
+
 
 def notes_bytes(size: int) -> int:
     """How much memory the notes of so many ranks take."""
-    return size * NOTES * _NOTE.size
+    return _place(size, 0)
 
 
 def as_text(text: str) -> bytes:
@@ -66,4 +75,8 @@ def as_words(text: bytes) -> str:
 
 
 def _place(rank: int, number: int) -> int:
-    return (rank * NOTES + number % NOTES) * _NOTE.size
+    return (rank * (NOTES + 1) + number % NOTES) * _NOTE.size
+
+
+def _why_place(rank: int) -> int:
+    return (rank * (NOTES + 1) + NOTES) * _NOTE.size

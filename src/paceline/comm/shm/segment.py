@@ -15,6 +15,7 @@ a name that cannot be guessed, which is removed as soon as all have opened it.
 import ctypes
 import os
 import secrets
+import stat
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -38,6 +39,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 _WINDOW = 1 << 30
 # So many windows stay mapped; they cost address space only.
 _WINDOWS = 256
+_AT_ONCE = 4 << 20
 _SHM = Path("/dev/shm")  # noqa: S108  # not a temporary file of a guessable name
 
 
@@ -55,13 +57,16 @@ class Segment:
         self._owner = os.getpid()
         self._windows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._close = weakref.finalize(self, os.close, file)
+        # At the end the system closes it, and not before: until then this rank lives, and threads may use it.
+        self._close.atexit = False
 
     @classmethod
     def nameless(cls) -> Self:
         """A new one without a name, for ranks of this PID namespace."""
         file = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        segment = cls(file, f"/proc/{os.getpid()}/fd/{file}")
         os.ftruncate(file, _FILE_BYTES)
-        return cls(file, f"/proc/{os.getpid()}/fd/{file}")
+        return segment
 
     @classmethod
     def named(cls) -> Self:
@@ -77,9 +82,19 @@ class Segment:
         return segment
 
     @classmethod
-    def at_path(cls, path: str) -> Self:
+    def at_path(cls, path: str, inode: int) -> Self:
         """One that another process has made."""
+        # In another PID namespace the path may be any file's. To read one that is shorter than its mapping
+        # would kill the process, and to close one that is another segment of ours would drop its locks.
+        found = Path(path).stat()
+        if (found.st_ino, found.st_size) != (inode, _FILE_BYTES) or not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is another file here")
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+
+    @property
+    def inode(self) -> int:
+        """Tells it from other files of its path."""
+        return os.fstat(self.file).st_ino
 
     @property
     def is_limited(self) -> bool:
@@ -93,12 +108,19 @@ class Segment:
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Have memory there; raises OSError if there is not enough, where a write would kill the process."""
-        os.posix_fallocate(self.file, offset, nbytes)
+        # A signal undoes a call that it comes in, and Python calls again: with a profiler's timer that would
+        # never end if the call was long.
+        for start in range(0, nbytes, _AT_ONCE):
+            try:
+                os.posix_fallocate(self.file, offset + start, min(_AT_ONCE, nbytes - start))
+            except OSError:
+                self.release(offset, start)
+                raise
 
     def release(self, offset: int, nbytes: int) -> None:
         """Give memory back."""
         # A forked child has the file and these objects too, and they are not its own to take away.
-        if os.getpid() == self._owner and self._close.alive:
+        if nbytes and os.getpid() == self._owner and self._close.alive:
             libc.punch(self.file, offset, nbytes)
 
     def at(self, offset: int, nbytes: int) -> Tensor:
@@ -115,7 +137,8 @@ class Segment:
         address = libc.map_shared(self.file, offset, nbytes)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, libc.unmap, address, nbytes).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # it is kept, and written to by others who are in no such mode
+            return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def round_up(nbytes: int) -> int:

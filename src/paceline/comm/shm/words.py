@@ -2,9 +2,6 @@
 
 from paceline.comm.shm import libc
 
-# How long to sleep before looking around, in seconds.
-_NAP = 0.1
-
 
 class Words:
     """One word's semaphores: whom to tell, whom to hear it from, and how often that was.
@@ -19,10 +16,13 @@ class Words:
         def semaphore(teller: int, hearer: int) -> int:
             return address + (teller * size + hearer) * libc.SEMAPHORE_BYTES
 
-        others = [other for other in range(size) if other != rank]
-        self._tell = [semaphore(rank, other) for other in others]
-        self._hear = {other: semaphore(other, rank) for other in others}
-        self._heard = dict.fromkeys(others, 0)
+        self._others = [other for other in range(size) if other != rank]
+        self._tell = [semaphore(rank, other) for other in self._others]
+        # Those that were taken without and with sleep: see Note [Counted at once].
+        self._tries = {other: libc.tries(semaphore(other, rank)) for other in self._others}
+        self._naps = {other: libc.Naps(semaphore(other, rank)) for other in self._others}
+        self._tried = dict.fromkeys(self._others, 0)
+        self._slept = dict.fromkeys(self._others, 0)
 
     def say(self) -> None:
         """Tell every other rank."""
@@ -31,29 +31,29 @@ class Words:
 
     def missing(self, count: int) -> int | None:
         """The first rank that has not said it so often; None if all have."""
-        heard = self._heard
-        for other, semaphore in self._hear.items():
-            while heard[other] < count:
-                if libc.try_wait(semaphore):
-                    return other
-                heard[other] += 1
+        for other in self._others:
+            if not self.has_said(other, count):
+                return other
         return None
 
     def all_missing(self, count: int) -> list[int]:
-        """Every rank that has not said it so often, as far as was heard."""
-        return [other for other, heard in self._heard.items() if heard < count]
+        """Every rank that has not said it so often."""
+        return [other for other in self._others if not self.has_said(other, count)]
 
-    def listen(self, other: int, spins: int) -> bool:
-        """Wait for a rank's next word, for a short time; whether it came. It is to be counted then."""
-        semaphore = self._hear[other]
-        for _ in range(spins):
-            if not libc.try_wait(semaphore):
-                return True
-        return libc.wait(semaphore, _NAP)
+    def has_said(self, other: int, count: int) -> bool:
+        """Whether a rank has said it so often."""
+        tried, slept = self._tried, self._slept
+        while tried[other] + slept[other] < count:
+            before = tried[other]
+            tried[other] = now = next(self._tries[other])
+            if now == before:
+                return False
+        return True
 
-    def count(self, other: int) -> None:
-        """Count a word that was listened to."""
-        self._heard[other] += 1
+    def nap(self, other: int, count: int, seconds: float) -> bool:
+        """Sleep until a rank has said it once more; whether it has said it so often. One thread at a time."""
+        self._slept[other] = self._naps[other].nap(seconds)
+        return self.has_said(other, count)
 
 
 def words_bytes(size: int) -> int:

@@ -1,0 +1,160 @@
+"""The benchmarks of communication run, check what they time, and judge it by the targets."""
+
+import json
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import collectives
+import ddp
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.testing import RankPool
+
+SVG = "{http://www.w3.org/2000/svg}"
+SHARED_BYTES = 32 * 2**20
+
+
+def figures(
+    program: Any, monkeypatch: pytest.MonkeyPatch, path: Path, *options: str
+) -> dict[tuple[str, str], Any]:
+    """A quick run's rows, by what they are of and the figure's name."""
+    monkeypatch.setattr(sys, "argv", [program.__name__, "--quick", "--json", str(path), *options])
+    program.main()
+    return {(row["what"], row["figure"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_collectives_are_timed_on_each_side_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing = tmp_path / "plot.svg"
+    options = [
+        "--worlds",
+        "2",
+        "--sizes",
+        "4KB",
+        "--sides",
+        "gloo",
+        "shared",
+        "floor",
+        "--plot",
+        str(drawing),
+    ]
+    options += ["--collectives", *collectives.COLLECTIVES]
+    rows = figures(collectives, monkeypatch, tmp_path / "rows.json", *options)
+    assert {what for what, _ in rows} == {"copy_ of 100 MB, 2 ranks"} | {
+        f"{name} of 4 KB, 2 ranks" for name in collectives.COLLECTIVES
+    }
+    assert set(rows["all_reduce of 4 KB, 2 ranks", "gloo / shared"]["timings"]) == {"gloo", "shared", "floor"}
+    assert set(rows["broadcast of 4 KB, 2 ranks", "gloo / floor"]["timings"]) == {"gloo", "floor"}
+    lines = [path for path in ElementTree.parse(drawing).iter(f"{SVG}path") if "line" in path.attrib["class"]]
+    legend, only_all_reduce = 3, 1
+    assert len(lines) == legend + 2 * len(collectives.COLLECTIVES) + only_all_reduce
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        wrong_sum(0)
+
+
+def wrong_sum(rank: int) -> None:
+    data = torch.zeros(8)
+    right = collectives.Exercise(lambda: data.mul_(2), data, data)
+    wrong = collectives.Exercise(lambda: data.mul_(3), data, data)
+    collectives.check(rank, collectives.Case("reduce_scatter", 1, 32), {"gloo": right, "backend": wrong})
+
+
+def test_results_that_differ_between_ranks_are_noticed(pool: RankPool) -> None:
+    assert pool.run(own_result_is_noticed) == [True, True]
+
+
+def own_result_is_noticed(rank: int) -> bool:
+    data = torch.zeros(8)
+    case = collectives.Case("all_reduce", 2, 32)
+    try:
+        # No collective at all: each rank keeps its own.
+        collectives.check(rank, case, {"backend": collectives.Exercise(lambda: None, data, data)})
+    except AssertionError as error:
+        return "ranks have different results" in str(error)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("case", "shared", "met"),
+    [
+        (collectives.Case("all_reduce", 2, collectives.MB), 0.04, [True, True]),
+        (collectives.Case("all_reduce", 2, collectives.MB), 0.1, [False, False]),
+        (collectives.Case("all_reduce", 8, collectives.MB), 0.2, [True, None]),
+        (collectives.Case("broadcast", 2, collectives.MB), 0.04, [None, None]),
+    ],
+    ids=str,
+)
+def test_targets_are_those_of_the_case(case: collectives.Case, shared: float, met: list[bool | None]) -> None:
+    seconds = {"gloo": [1.0] * 3, "shared": [shared] * 3, "floor": [0.03] * 3}
+    rows = collectives.case_rows(case, seconds)
+    assert [row.figure for row in rows] == ["gloo / shared", "shared / floor"]
+    assert [row.met for row in rows] == met
+
+
+def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--models", "tiny-layers", "--sides", "torch", "torch-views", "paceline", "paceline-c10d"]
+    rows = figures(ddp, monkeypatch, tmp_path / "rows.json", *options)
+    whole, added = "step of 200 tiny layers", "what synchronisation adds to a step of 200 tiny layers"
+    pairs = [
+        f"{ours} / {theirs}" for ours in ("paceline", "paceline-c10d") for theirs in ("torch", "torch-views")
+    ]
+    assert list(rows) == [(what, pair) for what in (whole, added) for pair in pairs]
+    assert [row["target"] for row in rows.values()] == [1.0] * 4 + [0.125] * 2 + [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("torch_step", "met"), [(2.0, True), (1.5, False), (0.9, False)], ids=["an eighth", "a quarter", "noise"]
+)
+def test_what_synchronisation_adds_is_judged_by_what_torch_adds(torch_step: float, met: bool) -> None:
+    steps = {"the module alone": 1.0, "torch": torch_step, "paceline": 1.125}
+    seconds = ddp.Seconds({side: [step] * 3 for side, step in steps.items()})
+    [row] = ddp.added_rows("tiny-layers", seconds, [ddp.SIDES["torch"], ddp.SIDES["paceline"]])
+    assert row.met is met
+
+
+def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
+    own, shared = (sum(held) / SHARED_BYTES for held in zip(*pool.run(held_more), strict=True))
+    assert own == pytest.approx(2, abs=0.2)
+    assert shared == pytest.approx(1, abs=0.2)
+
+
+def held_more(_: int) -> tuple[int, int]:
+    """What a rank holds more by memory of its own, and then by memory that all ranks have mapped."""
+    before = ddp.held_bytes()
+    own = torch.ones(SHARED_BYTES, dtype=torch.uint8)
+    with_own = ddp.held_bytes()
+    file = os.memfd_create("shared")
+    os.truncate(file, SHARED_BYTES)
+    path = [f"/proc/{os.getpid()}/fd/{file}"]
+    dist.broadcast_object_list(path, 0)
+    with Path(path[0]).open("r+b") as opened, mmap.mmap(opened.fileno(), SHARED_BYTES) as shared:
+        shared.write(own.numpy().data)
+        dist.barrier()
+        with_shared = ddp.held_bytes()
+        dist.barrier()
+    os.close(file)
+    return with_own - before, with_shared - with_own
+
+
+def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
+    gradients = ddp.WORLD * sum(p.numel() * 4 for p in ddp.make_module("tiny-layers").parameters())
+    assert ddp.peak("tiny-layers", ddp.SIDES["torch"]) > 2 * gradients
+
+
+def test_memory_is_judged_by_that_of_torch_with_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "peak", lambda _, side: {"torch": 4, "torch-views": 2}.get(str(side), 3))
+    rows = ddp.memory_rows("mlp", [ddp.SIDES[name] for name in ("torch", "torch-views", "paceline")], 3)
+    assert [(row.figure, row.value, row.met) for row in rows] == [
+        ("paceline / torch", 0.75, None),
+        ("paceline / torch-views", 1.5, False),
+    ]
