@@ -1,6 +1,7 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
 from paceline import hooks
+from paceline.comm.shm import backend as _backend
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
@@ -35,6 +36,8 @@ from paceline.replicas.replicate import replicate
 from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
 
 __version__ = "0.1.0.dev0"
+
+_backend.register()
 
 __all__ = [
     "BrokenHookError",

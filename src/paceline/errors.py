@@ -25,7 +25,8 @@
     ├── CollectiveError (RuntimeError)       a collective in shared memory that could not be finished
     │   ├── LostRankError                    because ranks have ended; names them
     │   ├── LateRankError                    because ranks did not come in time; names them
-    │   └── UnmatchedError                   because ranks called different ones
+    │   ├── UnmatchedError                   because ranks called different ones
+    │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -146,6 +147,10 @@ class LateRankError(CollectiveError):
 
 class UnmatchedError(CollectiveError):
     """Ranks called different collectives; the message has both."""
+
+
+class ClosedGroupError(CollectiveError):
+    """The group was destroyed or aborted, or belongs to the process that this one was forked from."""
 
 
 class ShardError(PacelineError, RuntimeError):

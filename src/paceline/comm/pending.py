@@ -14,6 +14,8 @@ from paceline.errors import HookError
 # every second whether there is word from those it waits for.
 _UNUSUAL = timedelta(seconds=2)
 _AGAIN = timedelta(seconds=1)
+# One of these is in the text of a failed collective's error: its name, or the path of what raised it.
+_TRANSPORTS = ("gloo", "NCCL", "paceline/comm/shm")
 
 
 @runtime_checkable
@@ -108,4 +110,4 @@ class FuturePending:
 def _is_from_a_callback(text: str) -> bool:
     """Whether a future failed by what a hook does to the result, not by the collective behind it."""
     # torch 2.13's words. A callback that asks a failed collective for its result raises that one's error.
-    return "when running the callback" in text and "gloo" not in text and "NCCL" not in text
+    return "when running the callback" in text and not any(name in text for name in _TRANSPORTS)

@@ -227,12 +227,15 @@ class Channel:
                     self._break_off(error)
                 raise
 
-    def wait(self, launched: Launched, unusual: Unusual = lambda: None) -> None:
+    def wait(
+        self, launched: Launched, unusual: Unusual = lambda: None, *, timeout: float | None = None
+    ) -> None:
         """Wait until a collective is over.
 
-        ``unusual`` is called from time to time if that takes long, and may raise.
+        ``unusual`` is called from time to time if that takes long, and may raise. The timeout is the
+        channel's, unless another is given.
         """
-        self._wait_for(launched.last, fully=launched.awaits_done, unusual=unusual)
+        self._wait_for(launched.last, fully=launched.awaits_done, unusual=unusual, timeout=timeout)
 
     def run(self, collective: Collective) -> None:
         """Launch a collective and wait for it."""
@@ -255,7 +258,9 @@ class Channel:
         except Exception:  # who waits next is told
             self._tail = None
 
-    def _wait_for(self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None) -> None:
+    def _wait_for(
+        self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None, timeout: float | None = None
+    ) -> None:
         patience = None
         while True:
             with self._lock:
@@ -268,7 +273,7 @@ class Channel:
             if carried is not None:
                 self._wait_for_hosts(carried, unusual)
             elif words is not None and other is not None and not self._listen(words, other, count):
-                patience = patience or _Patience(self._timeout, unusual)
+                patience = patience or _Patience(self._timeout if timeout is None else timeout, unusual)
                 self._help()
                 self._look_around(words, count, patience)
 
@@ -300,7 +305,8 @@ class Channel:
         for channel in self._others_in_flight():
             if channel._failed is None and channel._lock.acquire(blocking=False):
                 try:
-                    with contextlib.suppress(Exception):  # who waits there is told
+                    # Who waits there is told of errors; its tensors may be of any kind.
+                    with contextlib.suppress(Exception), torch.inference_mode():
                         channel.advance()
                 finally:
                     channel._lock.release()
@@ -436,7 +442,9 @@ class Channel:
                 raise self._failed
         self._look_for_broken(missing)
         if patience.is_over():
-            raise LateRankError(self._words(f"did not end within {self._timeout:g} s", missing))
+            raise LateRankError(
+                self._words(f"did not end within the timeout of {patience.seconds:g} s", missing)
+            )
 
     def _look_for_broken(self, others: Sequence[int]) -> None:
         for other in others:
@@ -460,6 +468,7 @@ class _Patience:
 
     def __init__(self, timeout: float, unusual: Unusual) -> None:
         now = time.monotonic()
+        self.seconds = timeout
         self._end = now + timeout
         self._next = now + _UNUSUAL
         self._unusual = unusual

@@ -333,7 +333,10 @@ class Barrier(_Copied):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes, as a flat view."""
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.view(-1)
+    if flat.numel() < 2:  # counts as contiguous with any stride, but not when it is viewed as bytes
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def _pieces(length: int, step: int) -> int:

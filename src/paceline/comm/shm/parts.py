@@ -29,6 +29,7 @@ class _Parts(Collective):
         self._tensor = tensor
         self._part = part
         self._runs = runs
+        self._rank = channel.rank
         self._size = channel.size
         self._step = PIECE_BYTES // tensor.itemsize
         self.text = f"{text} {tensor.numel()} {tensor.dtype}"
@@ -76,9 +77,9 @@ class SumParts(_Parts):
         super().__init__(channel, "sum_parts", tensor, part, runs)
         self._factor = factor
 
-    def put(self, piece: int, area: Tensor) -> None:
+    def put(self, piece: int, areas: Areas) -> None:
         """Copy in."""
-        self._typed(area).copy_(self._of_tensor(piece))
+        self._typed(areas[self._rank]).copy_(self._of_tensor(piece))
 
     def meet(self, piece: int, areas: Areas) -> None:
         """Add up in the order of the ranks."""
@@ -102,6 +103,6 @@ class SpreadParts(_Parts):
             for rank in range(self._size):
                 self._typed(areas[rank])[place].copy_(part)
 
-    def end(self, piece: int, area: Tensor) -> None:
+    def end(self, piece: int, areas: Areas) -> None:
         """Copy out."""
-        self._of_tensor(piece).copy_(self._typed(area))
+        self._of_tensor(piece).copy_(self._typed(areas[self._rank]))

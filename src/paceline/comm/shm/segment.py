@@ -148,7 +148,8 @@ class Segment:
         address = libc.map_shared(self.file, offset, nbytes)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, libc.unmap, address, nbytes).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # it is kept, and written to by others who are in no such mode
+            return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def round_up(nbytes: int) -> int:
