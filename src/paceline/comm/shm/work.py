@@ -168,7 +168,7 @@ class Attendant:
         self._channel = channel
         self._owner = os.getpid()
         self._is_closed = False
-        # Held by who waits in the channel: of two that wait for one word, only one would hear it at once.
+        # Held by who carries a work out: that is done once, and who comes second has nothing to do.
         self._turn = threading.Lock()
         self._unattended: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
