@@ -132,7 +132,8 @@ class Segment:
         if view is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            view = self._views[offset, nbytes, dtype] = self._bytes(offset, nbytes).view(dtype)
+            with torch.inference_mode(mode=False):  # it is kept, and written to by others in no such mode
+                view = self._views[offset, nbytes, dtype] = self._bytes(offset, nbytes).view(dtype)
         return view
 
     def _bytes(self, offset: int, nbytes: int) -> Tensor:
@@ -148,8 +149,7 @@ class Segment:
         address = libc.map_shared(self.file, offset, nbytes)
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, libc.unmap, address, nbytes).atexit = False
-        with torch.inference_mode(mode=False):  # it is kept, and written to by others who are in no such mode
-            return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def round_up(nbytes: int) -> int:
