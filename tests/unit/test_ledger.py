@@ -12,14 +12,14 @@ def begun(plan: Plan = PLAN, slots: int = 4) -> Ledger:
 
 def test_the_last_slot_fills_its_bucket() -> None:
     ledger = begun()
-    assert [ledger.mark(slot) for slot in (1, 2, 0)] == [None, 1, 0]
+    assert [ledger.mark([slot]) for slot in (1, 2, 0)] == [[], [1], [0]]
     assert ledger.order == [1, 2, 0]
     assert bytes(ledger.used) == b"\1\1\1\0"
 
 
 def test_a_slot_outside_the_plan_fills_nothing() -> None:
     ledger = begun()
-    assert ledger.mark(3) is None
+    assert ledger.mark([3]) == []
     assert ledger.used[3]
 
 
@@ -27,63 +27,60 @@ def test_slots_with_gradients_from_before_are_used_but_not_ready() -> None:
     ledger = Ledger(PLAN, 4)
     ledger.begin(bytearray(b"\1\0\0\0"))
     assert ledger.used[0]
-    assert ledger.mark(1) is None
+    assert ledger.mark([1]) == []
     assert not ledger.is_as_expected(0)
 
 
 def test_a_gradient_after_the_bucket_left_is_late_and_one_before_is_not() -> None:
     ledger = begun()
-    ledger.mark(2)
-    ledger.mark(2)
+    ledger.mark([2])
+    ledger.mark([2])
     assert not ledger.late
     ledger.mark_left(1)
-    ledger.mark(2)
+    ledger.mark([2])
     assert ledger.late == {1}
     assert not ledger.is_as_expected(1)
 
 
 def test_what_arrived_twice_is_expected_twice() -> None:
     ledger = begun()
-    for slot in (0, 1, 0, 2):
-        ledger.mark(slot)
+    ledger.mark((0, 1, 0, 2))
     assert ledger.order == [1, 0, 2]
     ledger.learn()
     ledger.begin(bytearray(4))
-    assert [ledger.mark(slot) for slot in (0, 1)] == [None, None]
-    assert not ledger.is_ready(0)
-    assert ledger.mark(0) == 0
+    assert ledger.mark([0, 1]) == []
+    assert ledger.ready([0, 1]) == [1]
+    assert ledger.mark([0]) == [0]
     assert ledger.is_as_expected(0)
 
 
 def test_fewer_than_expected_leave_the_bucket_open() -> None:
     ledger = begun()
-    for slot in (0, 0, 1, 2):
-        ledger.mark(slot)
+    ledger.mark((0, 0, 1, 2))
     ledger.learn()
     ledger.begin(bytearray(4))
-    assert [ledger.mark(slot) for slot in (0, 1, 2)] == [None, None, 1]
+    assert ledger.mark([0, 1, 2]) == [1]
 
 
 def test_another_plan_takes_over_what_was_learned() -> None:
     ledger = begun()
-    for slot in (0, 0, 1, 2):
-        ledger.mark(slot)
+    ledger.mark((0, 0, 1, 2))
     ledger.learn()
     other = Ledger(Plan(((2, 1, 0),)), 4)
     other.expect_as(ledger)
-    assert [other.mark(slot) for slot in (2, 1, 0, 0)] == [None, None, None, 0]
+    assert other.mark([2, 1, 0]) == []
+    assert other.mark([0]) == [0]
 
 
 def test_steps_are_steady_while_they_use_the_same_slots() -> None:
     ledger = begun()
     for used in ((0, 1, 2), (0, 1, 2)):
         ledger.begin(bytearray(4))
-        for slot in used:
-            ledger.mark(slot)
+        ledger.mark(used)
         ledger.learn()
     assert ledger.steady
     ledger.begin(bytearray(4))
-    ledger.mark(0)
+    ledger.mark([0])
     ledger.learn()
     assert not ledger.steady
 

@@ -138,8 +138,9 @@ class DenseBucket:
 
     def take_small(self, slots: Iterable[int]) -> None:
         """Copy small gradients into their views, and take them off their parameters."""
-        positions = [self._position[slot] for slot in slots]
-        self._take_at_once([place for place in positions if place < self._small and not self._taken[place]])
+        small, taken = self._small, self._taken
+        positions = map(self._position.__getitem__, slots)
+        self._take_at_once([place for place in positions if place < small and not taken[place]])
 
     def fill(self, factor: float, used: bytearray, *, complete: bool) -> None:
         """Bring in whatever gradients are not in yet; a slot that has none counts as zeros.
@@ -175,10 +176,11 @@ class DenseBucket:
 
     def hand_out(self) -> None:
         """Give every parameter that this rank used its averaged gradient."""
-        everywhere = range(len(self._members))
-        self._give(
-            [position for position in everywhere if position not in self._open] if self._open else everywhere
-        )
+        if self._open or self._kept or self._dtype is not None:
+            self._give([position for position in range(len(self._members)) if position not in self._open])
+            return
+        for parameter, view in zip(self._members, self._views, strict=True):
+            parameter.grad = view
 
     def settle(self, used: Sequence[int]) -> None:
         """Decide on the slots that this rank did not use, now that it is known whether others did."""
@@ -198,17 +200,18 @@ class DenseBucket:
 
     def _take_at_once(self, positions: list[int]) -> None:
         """Take gradients by one call; if there is one that this does not suit, leave them all."""
+        if not positions:
+            return
         self._claim(positions)
         members = [self._members[position] for position in positions]
         grads: list[Any] = [parameter.grad for parameter in members]
-        if not grads or any(grad is None for grad in grads):
-            return
         try:
             torch._foreach_copy_([self._views[position] for position in positions], grads)
-        except RuntimeError:  # a sparse one
+        except (TypeError, RuntimeError):  # one is missing, or sparse
             return
-        for parameter, position in zip(members, positions, strict=True):
+        for parameter in members:
             parameter.grad = None
+        for position in positions:
             self._taken[position] = True
         self._keep(positions, grads)
 

@@ -79,10 +79,13 @@ def held(grads: list[Tensor]) -> list[int]:
     """
     counts = [*map(getrefcount, grads)]
     # One that nothing was ever added to is fresh from autograd; of that there are no slices or arrays.
+    versions = [grad._version for grad in grads]
+    if max(counts) <= _REFERENCES and not any(versions):  # the usual case
+        return []
     return [
         place
         for place, grad in enumerate(grads)
-        if counts[place] > _REFERENCES or (grad._version and _is_used(grad))
+        if counts[place] > _REFERENCES or (versions[place] and _is_used(grad))
     ]
 
 

@@ -70,11 +70,13 @@ class Arrivals:
                 self._hooks[slot] = _Hook(parameter, note)
         self._hooks_a_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
 
-    def stay_last(self) -> None:
-        """Move behind hooks that users have put on parameters since, so that theirs come first."""
+    def stay_last(self) -> bool:
+        """Move behind hooks that users have put on parameters since; returns whether none comes after."""
         if self.are_not_last():
             for hook in self._hooks.values():
                 hook.move_to_end()
+            return not self.are_not_last()
+        return True
 
     def are_not_last(self) -> bool:
         """Whether some parameter has a hook that would run after ours."""

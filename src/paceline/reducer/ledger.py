@@ -1,6 +1,6 @@
 """A step's record of which slots are ready. Pure: no tensors here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.buckets.plan import Plan
 
@@ -40,24 +40,29 @@ class Ledger:
         self.late: set[int] = set()
         self._extra: set[int] = set()
 
-    def mark(self, slot: int) -> int | None:
-        """Note one gradient; returns the bucket that it made full, if it did."""
-        missing = self._missing[slot] = self._missing[slot] - 1
-        self.used[slot] = True
-        if missing:
-            if missing < 0:
-                self._mark_extra(slot)
-            return None
-        self.order.append(slot)
-        bucket = self._bucket_of[slot]
-        if bucket is None:
-            return None
-        unready = self._unready[bucket] = self._unready[bucket] - 1
-        return None if unready else bucket
+    def mark(self, slots: Iterable[int]) -> list[int]:
+        """Note one gradient of each; returns the buckets that they made full."""
+        missing, used, unready, bucket_of = self._missing, self.used, self._unready, self._bucket_of
+        full = []
+        for slot in slots:
+            used[slot] = True
+            missing[slot] -= 1
+            if missing[slot]:
+                if missing[slot] < 0:
+                    self._mark_extra(slot)
+                continue
+            self.order.append(slot)
+            bucket = bucket_of[slot]
+            if bucket is not None:
+                unready[bucket] -= 1
+                if not unready[bucket]:
+                    full.append(bucket)
+        return full
 
-    def is_ready(self, slot: int) -> bool:
-        """Whether the slot's last expected gradient has arrived, and no more than that."""
-        return self._missing[slot] == 0
+    def ready(self, slots: Iterable[int]) -> list[int]:
+        """Those of the slots whose last expected gradient has arrived, and no more than that."""
+        missing = self._missing
+        return [slot for slot in slots if not missing[slot]]
 
     def fired(self) -> list[bool]:
         """For each slot whether a gradient arrived in this step."""

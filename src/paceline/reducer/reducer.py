@@ -148,8 +148,9 @@ class Reducer:
             for part in self._local_parts:
                 part.keep_hooks()
             if current_backward() == -1:
-                self._arrivals.stay_last()
-            self._patient = self._arrivals.are_not_last()
+                self._patient = not self._arrivals.stay_last()
+            else:
+                self._patient = self._arrivals.are_not_last()
 
     def begin(self, *, synced: bool) -> None:
         """A backward has begun, or was found to be running."""

@@ -136,15 +136,12 @@ class Step:
         return summary
 
     def _mark(self, arrived: Sequence[int]) -> None:
-        mark, prompt = self._means.ledger.mark, self._means.fleet.prompt
-        for slot in arrived:
-            full = mark(slot)
-            if prompt[slot]:
-                self._take(slot)
-            if full is not None:
-                self._schedule.release(full)
-                self._send_off()
-        if self._means.exchange.serial:
+        full = self._means.ledger.mark(arrived)
+        prompt = self._means.fleet.prompt
+        self._take([slot for slot in arrived if prompt[slot]])
+        for bucket in full:
+            self._schedule.release(bucket)
+        if full or self._means.exchange.serial:
             self._send_off()
 
     def _send_off(self) -> None:
@@ -162,25 +159,26 @@ class Step:
         may_skip = self._means.skips_unused and number != plan.carrier and not self.flight.is_shadow
         return may_skip and not any(self._used[slot] for slot in plan.buckets[number])
 
-    def _take(self, slot: int) -> None:
-        means = self._means
-        if self._patient or not means.ledger.is_ready(slot):
+    def _take(self, slots: Sequence[int]) -> None:
+        if self._patient or not slots:
             return
-        if self._weighed:
-            means.weights.blend(slot)
-        if means.parameters[slot].grad is not None:
-            with torch.no_grad():
-                means.fleet.bucket_of[slot].take(slot, self._factor)
+        means = self._means
+        with torch.no_grad():
+            for slot in means.ledger.ready(slots):
+                if self._weighed:
+                    means.weights.blend(slot)
+                if means.parameters[slot].grad is not None:
+                    means.fleet.bucket_of[slot].take(slot, self._factor)
 
     def _take_small(self, slots: Sequence[int]) -> None:
         if self._weighed or self._patient:  # each has to be blended, or its own hooks to run: at the end
             return
-        ledger, bucket_of = self._means.ledger, self._means.fleet.bucket_of
-        # A slot that was thawed in another group may be watched and not planned.
-        ready = [slot for slot in slots if ledger.is_ready(slot) and slot in bucket_of]
+        ready = self._means.ledger.ready(slots)
         with torch.no_grad():
-            for bucket, members in groupby(ready, key=bucket_of.__getitem__):
-                bucket.take_small(members)
+            for bucket, members in groupby(ready, key=self._means.fleet.bucket_of.get):
+                # A slot that was thawed in another group may be watched and not planned.
+                if bucket is not None:
+                    bucket.take_small(members)
 
     def _launch(self, number: int) -> None:
         ledger = self._means.ledger
