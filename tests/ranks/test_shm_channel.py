@@ -1,0 +1,293 @@
+"""A stream of collectives: many in flight, several threads, ranks that fail, are late or interrupted."""
+
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from paceline.comm.group import Group
+from paceline.comm.shm import neighbours
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collectives import Barrier, Broadcast, ReduceAlone, ReduceInPlace
+from paceline.comm.shm.notes import NOTES
+from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
+from paceline.testing import RankPool
+
+MIB = 1 << 20
+
+
+def channels(count: int, timeout: float = 15.0) -> list[Channel]:
+    group = Group(distributed.group.WORLD)
+    near = neighbours.find(group)
+    assert near is not None
+    found = [near.open(group, room=MIB, timeout=timeout) for _ in range(count)]
+    return [channel for channel in found if channel is not None]
+
+
+def total(channel: Channel, tensor: Tensor) -> ReduceAlone:
+    return ReduceAlone(channel, tensor, Tensor.add_, "sum")
+
+
+def total_in_place(channel: Channel, tensor: Tensor) -> ReduceInPlace:
+    return ReduceInPlace(channel, tensor, Tensor.add_, "sum")
+
+
+def in_threads(act: Callable[[int], None], count: int) -> None:
+    """Several at once, and what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            act(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def more_than_there_are_notes(rank: int) -> None:
+    [channel] = channels(1)
+    tensors = [torch.full((3,), float(number)) for number in range(2 * NOTES + 50)]
+    launched = []
+    for number, tensor in enumerate(tensors):
+        launched.append(channel.launch(total(channel, tensor)))
+        if rank and number == NOTES // 2:
+            time.sleep(0.05)  # the other one comes to the end of the notes
+    for each in reversed(launched):
+        channel.wait(each)
+    assert [tensor[0].item() for tensor in tensors] == [
+        channel.size * number for number in range(len(tensors))
+    ]
+
+
+def test_more_can_be_launched_than_there_are_notes(ranks: RankPool) -> None:
+    ranks.run(more_than_there_are_notes)
+
+
+def threads_on_one(rank: int) -> None:
+    [channel] = channels(1)
+
+    def work(number: int) -> None:
+        chance = random.Random(10 * rank + number)
+        for _ in range(10):
+            tensors = [torch.ones(5) for _ in range(30)]
+            launched = [channel.launch(total(channel, tensor)) for tensor in tensors]
+            time.sleep(chance.random() / 1000)
+            for each in launched:
+                channel.wait(each)
+            assert all((tensor == channel.size).all() for tensor in tensors)
+
+    # More in flight at times than there are notes: each thread looks whether there is one left.
+    in_threads(work, 10)
+
+
+def test_threads_share_a_channel(ranks: RankPool) -> None:
+    ranks.run(threads_on_one)
+
+
+def thread_each(_: int) -> None:
+    several = channels(4)
+
+    def work(number: int) -> None:
+        channel = several[number]
+        block = channel.arena.empty(300_000, torch.float32)
+        assert block is not None
+        for turn in range(15):
+            block.fill_(number + turn)
+            small = torch.full((7,), float(number * turn))
+            both = [channel.launch(total_in_place(channel, block)), channel.launch(total(channel, small))]
+            for each in both:
+                channel.wait(each)
+            assert (block == channel.size * (number + turn)).all()
+            assert (small == channel.size * number * turn).all()
+
+    in_threads(work, 4)
+
+
+def test_threads_have_a_channel_each(ranks: RankPool) -> None:
+    ranks.run(thread_each)
+
+
+def in_another_order(rank: int) -> None:
+    pair = channels(2)
+    tensors = [torch.full((MIB // 2,), float(number)) for number in range(2)]
+    for _ in range(3):
+        launched = [
+            channel.launch(total_in_place(channel, tensor))
+            for channel, tensor in zip(pair, tensors, strict=True)
+        ]
+        for number in (0, 1) if rank else (1, 0):
+            pair[number].wait(launched[number])
+    size = distributed.get_world_size()
+    assert [tensor[-1].item() for tensor in tensors] == [0.0, float(size**3)]
+
+
+def test_ranks_wait_for_channels_in_any_order(ranks: RankPool) -> None:
+    ranks.run(in_another_order)
+
+
+def mixed_up(rank: int) -> str:
+    [channel] = channels(1)
+    tensor = torch.zeros(8)
+    channel.run(total(channel, tensor))
+    wrong = Broadcast(channel, tensor.view(torch.uint8), root=0) if rank else total(channel, tensor)
+    with pytest.raises(UnmatchedError) as caught:
+        channel.run(wrong)
+    with pytest.raises(UnmatchedError):
+        channel.launch(Barrier(channel))
+    return str(caught.value)
+
+
+def test_ranks_that_call_different_collectives_are_told_of_both(pair: RankPool) -> None:
+    for text in pair.run(mixed_up):
+        assert "all_reduce sum 8 torch.float32 on rank 0" in text
+        assert "broadcast from 0 32 bytes on rank 1" in text
+
+
+class Fails(ReduceAlone):
+    def put(self, piece: int, area: Tensor) -> None:  # noqa: ARG002
+        raise OSError(28, "No space left on device")
+
+
+def breaks_off(rank: int) -> str:
+    [channel] = channels(1)
+    kind: Any = ReduceAlone if rank else Fails
+    start = time.monotonic()
+    with pytest.raises(CollectiveError if rank else OSError, match="No space left") as caught:
+        channel.run(kind(channel, torch.zeros(8), Tensor.add_, "sum"))
+    assert time.monotonic() - start < 10.0
+    with pytest.raises(CollectiveError, match="No space left"):
+        channel.run(Barrier(channel))
+    return str(caught.value)
+
+
+def test_a_rank_that_breaks_off_tells_the_others_why(ranks: RankPool) -> None:
+    for text in ranks.run(breaks_off)[1:]:
+        assert "missing ranks: [0]" in text
+
+
+def late(rank: int) -> str | None:
+    [channel] = channels(1, timeout=0.3)
+    tensor, text = torch.ones(5), None
+    if rank:
+        distributed.barrier()
+    launched = channel.launch(total(channel, tensor))
+    if not rank:
+        with pytest.raises(LateRankError) as caught:
+            channel.wait(launched)
+        text = str(caught.value)
+        distributed.barrier()
+    time.sleep(0.1)
+    channel.wait(launched)
+    assert (tensor == channel.size).all()
+    return text
+
+
+def test_a_late_rank_is_named_and_may_still_come(pair: RankPool) -> None:
+    [text, _] = pair.run(late)
+    assert re.search(
+        r"did not end within 0.3 s \(missing ranks: \[1\], here: rank 0, all_reduce sum 5", str(text)
+    )
+
+
+def one_dead_one_slow(rank: int) -> str | None:
+    [channel] = channels(1)
+    text = None
+    if rank == 1:
+        channel._life.has_ended = lambda other: other == 2  # type: ignore[method-assign]
+        with pytest.raises(LostRankError) as caught:
+            channel.run(Barrier(channel))
+        text = str(caught.value)
+    distributed.barrier()
+    return text
+
+
+def test_a_dead_rank_is_seen_though_another_is_slow() -> None:
+    with RankPool(3, timeout=20.0) as pool:
+        assert "missing ranks: [2]" in str(pool.run(one_dead_one_slow)[1])
+
+
+def launched_by_all(rank: int) -> None:
+    """The other rank has said all that it had to say before it ended."""
+    [channel] = channels(1)
+    data = torch.full((10,), rank, dtype=torch.uint8)
+    if rank:
+        channel.run(Broadcast(channel, data, root=0))
+    else:
+        launched = channel.launch(Broadcast(channel, data, root=0))
+    distributed.barrier()
+    if not rank:
+        channel._life.has_ended = lambda _: True  # type: ignore[method-assign]
+        channel._spins = 0
+        channel.wait(launched)
+        channel._wait_for(launched.last, fully=True)
+    assert not data.any()
+
+
+def test_a_rank_that_ended_after_its_last_word_is_not_missed(pair: RankPool) -> None:
+    pair.run(launched_by_all)
+
+
+def interrupted(rank: int) -> int:
+    [channel] = channels(1)
+    chance = random.Random(rank)
+    interrupts = 0
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for turn in range(40):
+            tensor = torch.full((10,), float(turn))
+            if rank:
+                time.sleep(0.004)
+            launched = channel.launch(total(channel, tensor))
+            try:
+                if not rank:
+                    signal.setitimer(signal.ITIMER_REAL, 0.001 + chance.random() * 0.002)
+                channel.wait(launched)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+                channel.wait(launched)
+            assert (tensor == channel.size * turn).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return interrupts
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(pair: RankPool) -> None:
+    assert pair.run(interrupted)[0] > 5
+
+
+def given_up_twice(rank: int) -> None:
+    [channel] = channels(1)
+    tensors = [torch.ones(2 * MIB) for _ in range(3)]
+    if not rank:
+        for tensor in tensors:  # the thread of the first is still at work when the next is given up
+            channel.launch(total_in_place(channel, tensor))
+            channel.finish_behind()
+            time.sleep(0.01)
+        distributed.barrier()
+        return
+    for tensor in tensors:
+        time.sleep(0.02)
+        channel.run(total_in_place(channel, tensor))
+        assert (tensor == channel.size).all()
+    distributed.barrier()
+
+
+def test_what_is_given_up_is_done_behind_however_often(pair: RankPool) -> None:
+    pair.run(given_up_twice)
