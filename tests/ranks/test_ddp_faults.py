@@ -264,7 +264,8 @@ HOOKS: dict[str, Any] = {
 
 def raises_with_a_hook(rank: int, kind: str, where: str, alone: bool) -> str:
     others = distributed.new_group()
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-5)
+    # In shared memory our hooks would have nothing to do.
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1e-5, transport="c10d")
     ddp.register_comm_hook(*HOOKS[kind]())
     for _ in range(4):
         ddp(rank + 1.0).backward()

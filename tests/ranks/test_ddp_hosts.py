@@ -217,6 +217,20 @@ def test_weights_count_between_hosts_as_well(twice_two: Split, name: str) -> Non
     twice_two.run(weighed_steps, name)
 
 
+def on_one_host(rank: int) -> None:
+    for name, make in HOOKS.items():
+        ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.003)
+        ddp.register_comm_hook(None, make())
+        for step in range(2):
+            found = run_step(ddp, gradients(rank, step=step))
+            assert distance(found, mean(everyones(step))) < 1e-6, name
+            check_equal_on_all_ranks(found)
+
+
+def test_on_one_host_nothing_is_compressed(pair: RankPool) -> None:
+    pair.run(on_one_host)
+
+
 class Seen(hooks.Hook):
     """Notes among how many it runs."""
 

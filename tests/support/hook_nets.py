@@ -1,6 +1,7 @@
 """Hooks by name, and a module whose gradients are what a test gives it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -60,10 +61,10 @@ def everyones(step: int = 0, **options: object) -> list[list[Tensor]]:
 
 
 def wrap(
-    hook: hooks.Hook | None, net: nn.Module | None = None, cap: float = 0.003, **options: bool
+    hook: hooks.Hook | None, net: nn.Module | None = None, cap: float = 0.003, **options: Any
 ) -> DistributedDataParallel:
-    """Under a hook, in several buckets."""
-    ddp = DistributedDataParallel(net or Given(), bucket_cap_mb=cap, **options)
+    """Under a hook, in several buckets; not in shared memory, where compression has nothing to do."""
+    ddp = DistributedDataParallel(net or Given(), **{"bucket_cap_mb": cap, "transport": "c10d", **options})
     if hook is not None:
         ddp.register_comm_hook(None, hook)
     return ddp
