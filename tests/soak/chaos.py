@@ -181,6 +181,7 @@ class Ranks:
 
 def play(plan: Round, seed: int) -> tuple[float, list[str]]:
     """One round: the longest that a survivor took, in seconds, and what was wrong."""
+    held_before = held()
     survivors = [rank for rank in range(plan.world) if rank != plan.victim]
     with tempfile.TemporaryDirectory() as directory:
         ranks = Ranks(plan, seed, directory)
@@ -198,7 +199,7 @@ def play(plan: Round, seed: int) -> tuple[float, list[str]]:
                 longest = max(longest, moment - start)
                 wrong += judge(plan, rank, moment - start, text)
         wrong += ranks.leave(plan.victim)
-    return longest, wrong + left_behind(pids)
+    return longest, wrong + left_behind(pids, held_before)
 
 
 def judge(plan: Round, rank: int, seconds: float, text: str) -> list[str]:
@@ -218,16 +219,22 @@ def named(text: str) -> set[int]:
     }
 
 
-def left_behind(pids: list[int]) -> list[str]:
+def left_behind(pids: list[int], held_before: set[tuple[int, int]]) -> list[str]:
     """What there still is of a round."""
     wrong = [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
     wrong += [f"{path} is left" for path in SHM.glob("paceline-*") if path.owner() == Path.home().owner()]
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
+    return wrong + [f"process {pid} holds a segment" for pid, _ in held() - held_before]
+
+
+def held() -> set[tuple[int, int]]:
+    """Which of our processes have which segments open."""
+    found = set()
+    for pid in family():
         with contextlib.suppress(OSError):
-            target = str(file.readlink())
-            if "paceline" in target and "memfd" in target and int(file.parts[2]) in family():
-                wrong.append(f"process {file.parts[2]} holds {target}")
-    return wrong
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                if "paceline" in (target := str(file.readlink())) and target.endswith("(deleted)"):
+                    found.add((pid, file.stat().st_ino))
+    return found
 
 
 def family() -> set[int]:

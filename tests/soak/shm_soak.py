@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from paceline.comm.group import Group
 from paceline.comm.shm.channel import PIECE_BYTES, Channel, Collective, Launched
 from paceline.comm.shm.collectives import (
+    COPIED_BYTES,
     AllToAll,
     Barrier,
     Broadcast,
@@ -99,12 +100,18 @@ class Task:
         start = random.Random(f"{self.seed} {rank} {part}").randrange(table.numel() - numel)
         return table[start : start + numel].clone()
 
-    def combined(self, tensors: list[Tensor]) -> Tensor:
+    def combined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Combined in that order."""
         result = tensors[0].clone()
         for other in tensors[1:]:
             OPS[self.op](result, other)
         return result
+
+    def combined_in_pieces(self, tensors: Sequence[Tensor], *, parts: int = 1) -> Tensor:
+        """The same, piece by piece: the last bit of a complex product depends on where it is cut."""
+        step = COPIED_BYTES // parts // self.dtype.itemsize
+        cut = zip(*(tensor.split(step) for tensor in tensors), strict=True)
+        return torch.cat([self.combined(pieces) for pieces in cut])
 
     def own(self) -> Tensor:
         """What this rank gives; in shared memory, somewhere in a block, if it is to be there."""
@@ -152,7 +159,7 @@ def reduce_alone(task: Task, root: int | None = None) -> Begun:
     def check() -> None:
         given = [task.given(rank) for rank in range(channel.size)]
         if root in (None, channel.rank):
-            task.check(tensor, task.combined(given))
+            task.check(tensor, task.combined_in_pieces(given))
 
     return ReduceAlone(channel, tensor, OPS[task.op], task.op, root=root), check
 
@@ -202,7 +209,8 @@ def reduce_scatter(task: Task) -> Begun:
     inputs = [task.given(channel.rank, part) for part in range(channel.size)]
 
     def check() -> None:
-        task.check(output, task.combined([task.given(rank, channel.rank) for rank in range(channel.size)]))
+        given = [task.given(rank, channel.rank) for rank in range(channel.size)]
+        task.check(output, task.combined_in_pieces(given, parts=channel.size))
 
     return ReduceScatter(channel, output, inputs, OPS[task.op], task.op), check
 

@@ -21,7 +21,7 @@ Carry = Callable[[Tensor], Pending]
 ALONE_BYTES = 32 << 10
 # What is copied in and out goes in smaller pieces than what is in place: a rank is to read one while the next
 # is being copied.
-_COPIED_BYTES = 1 << 20
+COPIED_BYTES = 1 << 20
 
 
 class ReduceInPlace(Collective):
@@ -130,7 +130,7 @@ class _Copied(Collective):
         self._width = width
         self._parts = parts
         self._sources = sources
-        self._step = max(1, _COPIED_BYTES // parts // width)
+        self._step = max(1, COPIED_BYTES // parts // width)
         self.pieces = _pieces(length, self._step)
 
     def nbytes(self, piece: int, rank: int) -> int:
