@@ -1,8 +1,10 @@
 """A stream of collectives: many in flight, several threads, ranks that fail, are late or interrupted."""
 
+import copy
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from torch import Tensor, distributed
 
 from paceline.comm.group import Group
 from paceline.comm.shm import neighbours
-from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.channel import Channel, _channels
 from paceline.comm.shm.collectives import Barrier, Broadcast, ReduceAlone, ReduceInPlace
 from paceline.comm.shm.notes import NOTES
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
@@ -200,7 +202,8 @@ def late(rank: int) -> str | None:
 def test_a_late_rank_is_named_and_may_still_come(pair: RankPool) -> None:
     [text, _] = pair.run(late)
     assert re.search(
-        r"did not end within 0.3 s \(missing ranks: \[1\], here: rank 0, all_reduce sum 5", str(text)
+        r"did not end within the timeout of 0.3 s \(missing ranks: \[1\], here: rank 0, all_reduce sum 5",
+        str(text),
     )
 
 
@@ -292,3 +295,29 @@ def given_up_twice(rank: int) -> None:
 
 def test_what_is_given_up_is_done_behind_however_often(pair: RankPool) -> None:
     pair.run(given_up_twice)
+
+
+def made_meanwhile(_: int) -> None:
+    [channel] = channels(1)
+    ended = threading.Event()
+
+    def make() -> None:
+        while not ended.is_set():
+            made = copy.copy(channel)
+            _channels[id(made)] = made
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        for _turn in range(300):
+            channel._others_in_flight()  # raised when it went through a set
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def test_channels_are_made_while_a_thread_looks_for_others(pair: RankPool) -> None:
+    pair.run(made_meanwhile)

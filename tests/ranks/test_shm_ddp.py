@@ -45,7 +45,7 @@ def rows(rank: int, step: int) -> Tensor:
 
 def wrap(seed: int, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(Net(seed), bucket_cap_mb=0.02, **options)
-    assert ddp._group._shared is not None
+    assert ddp._group.shared is not None
     return ddp
 
 
@@ -100,7 +100,7 @@ def on_groups(rank: int) -> None:
     for step in range(3):
         for part, ddp in mine:
             check_step(ddp, step, part)
-    assert len({ddp._group._shared._channel._segment.inode for _, ddp in mine}) == len(mine)
+    assert len({ddp._group.shared._channel._segment.inode for _, ddp in mine}) == len(mine)
 
 
 def test_wrappers_on_several_groups(four: RankPool) -> None:

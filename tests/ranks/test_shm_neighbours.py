@@ -157,7 +157,7 @@ def steps_without_room(rank: int) -> tuple[float, bool, list[str]]:
             ddp().backward()
         assert ddp.module.weight.grad is not None
         mean = ddp.module.weight.grad.mean().item()
-    return mean, ddp._group._shared is None, [str(each.message) for each in caught]
+    return mean, ddp._group.shared is None, [str(each.message) for each in caught]
 
 
 def test_a_wrapper_without_room_on_one_rank_goes_over_the_process_group_on_all(pair: RankPool) -> None:

@@ -31,8 +31,9 @@ from paceline.comm.shm.collectives import Barrier, Gather, ReduceAlone, ReduceIn
 from paceline.comm.shm.segment import Segment
 from paceline.comm.shm.transport import neighbours_in
 
-# How long ranks wait for each other.
+# How long ranks wait for each other, once they have begun; until then, for as long as a busy machine needs.
 TIMEOUT = 3.0
+START = 60.0
 # Within so many seconds after that, or after it was killed, a rank is to be missed.
 LIMIT = 2.0
 SHM = Path("/dev/shm")
@@ -95,6 +96,9 @@ def training(_: random.Random) -> Iterator[None]:
     """Steps of two wrappers, until one fails."""
     nets = [nn.Sequential(*[nn.Linear(300, 300) for _ in range(10)]) for _ in range(2)]
     wrappers = [DistributedDataParallel(net, bucket_cap_mb=1) for net in nets]
+    for wrapper in wrappers:
+        assert wrapper._group.shared is not None
+        wrapper._group.shared._channel._timeout = TIMEOUT
     while True:
         for wrapper in wrappers:
             wrapper.zero_grad()
@@ -115,7 +119,7 @@ def be_rank(rank: int, plan: Round, seed: int, store: str, parent: Connection) -
         store=distributed.FileStore(store, plan.world),
         rank=rank,
         world_size=plan.world,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=START),
     )
     work = WORK[plan.work](random.Random(seed))
     next(work)
@@ -163,7 +167,8 @@ class Ranks:
         """Let the survivors end; returns what is wrong with that."""
         for rank, pipe in enumerate(self.pipes):
             if rank != victim:
-                pipe.send("leave")
+                with contextlib.suppress(BrokenPipeError):  # it has ended, and its exit code says how
+                    pipe.send("leave")
         self.processes[victim].kill()
         wrong = []
         for rank, process in enumerate(self.processes):

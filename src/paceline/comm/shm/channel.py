@@ -45,12 +45,12 @@ _WORDS = 3
 
 # Spinning is worth while as long as the others are likely to be running.
 _SPINS = 1000
-# How long to sleep before looking around, in seconds, and if other channels have anything in flight.
+# How long to sleep before looking around, in seconds, and if other channels or threads have anything to do.
 _NAP, _SHORT_NAP = 0.1, 0.001
 _UNUSUAL = 2.0
 _AGAIN = 1.0
 # This process's, for the sake of others that wait: see Channel._help.
-_channels: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+_channels: "weakref.WeakValueDictionary[int, Channel]" = weakref.WeakValueDictionary()
 
 
 class Collective(ABC):
@@ -183,6 +183,8 @@ class Channel:
         self._busy = [0] * _AREAS  # each area is in use until so many pieces are over
         self._spins = _SPINS if self.size <= len(os.sched_getaffinity(0)) else 1
         self._lock = threading.RLock()
+        self._thread: int | None = None  # the last that used it
+        self._has_threads = False
         self._ears = threading.Lock()  # held by the thread that sleeps until there is a word
         self.in_flight: deque[Launched] = deque()
         self._collectives = self._areas = 0
@@ -191,8 +193,8 @@ class Channel:
         self._carried: deque[Pending | None] = deque()
         self._failed: Exception | None = None
         self._tail: threading.Thread | None = None
-        _channels.add(self)
         self._owed = 0  # so many pieces are to be over before the thread may end
+        _channels[id(self)] = self
 
     def launch(self, collective: Collective) -> Launched:
         """Begin a collective, after those that were begun before."""
@@ -262,6 +264,7 @@ class Channel:
         self, pieces: int, *, fully: bool, unusual: Unusual = lambda: None, timeout: float | None = None
     ) -> None:
         patience = None
+        self._see_thread()
         while True:
             with self._lock:
                 self._refuse_failed()
@@ -297,10 +300,20 @@ class Channel:
             for _ in range(self._spins):
                 if words.has_said(other, count):
                     return True
-            return words.nap(other, count, _SHORT_NAP if self._others_in_flight() else _NAP)
+            # Another thread may take the word that this one sleeps for, or wait for its turn to listen.
+            short = self._has_threads or self._others_in_flight()
+            return words.nap(other, count, _SHORT_NAP if short else _NAP)
+
+    def _see_thread(self) -> None:
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._has_threads = self._thread is not None
+            self._thread = thread
 
     def _others_in_flight(self) -> list["Channel"]:
-        return [each for each in list(_channels) if each is not self and each.in_flight]
+        # A list of references, and no iterator: other threads make channels meanwhile.
+        all_of_them = [reference() for reference in _channels.valuerefs()]
+        return [each for each in all_of_them if each is not None and each is not self and each.in_flight]
 
     def _help(self) -> None:
         """Do what can be done in other channels: the rank that is waited for may wait for that."""
@@ -331,6 +344,7 @@ class Channel:
 
     def _line_up(self, collective: Collective) -> Launched:
         """Give a collective its number and its pieces theirs."""
+        self._see_thread()
         note = self._place(collective)
         self._notes.write(self.rank, self._collectives, note)
         launched = Launched(
