@@ -73,14 +73,14 @@ def test_gradients_and_buffers_cross_once_a_host(layout: str) -> None:
 
 def dying(rank: int, hosts: Hosts, notes: Path) -> None:
     with hosts.group(rank, world=4, host=rank // 2):
-        ddp = DistributedDataParallel(nn.Linear(64, 64))
-        ddp(torch.ones(1, 64)).sum().backward()
+        ddp = DistributedDataParallel(nn.Linear(256, 256))
+        ddp(torch.ones(1, 256)).sum().backward()
         distributed.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            ddp(torch.ones(1, 64)).sum().backward()
+            ddp(torch.ones(1, 256)).sum().backward()
         seconds = time.monotonic() - began
         # Written before the end of this process, which the others would hear of.
         notes.joinpath(str(rank)).write_text(f"{seconds}\n{caught.value}")

@@ -1,6 +1,7 @@
 """A rank's counterparts on the other hosts: those with the same number on theirs."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, distributed
@@ -43,6 +44,9 @@ class AcrossPending(WorkPending):
         tensor: what it fills.
         names: the counterparts.
     """
+
+    # There is more to look at than the counterparts: this host's other ranks.
+    _first_look = _next_look = timedelta(seconds=0.1)
 
     def __init__(self, work: Any, tensor: Tensor, names: Sequence[int]) -> None:
         super().__init__(work, tensor)

@@ -35,6 +35,9 @@ class Pending(Protocol):
 class WorkPending:
     """A collective of torch's that fills a tensor."""
 
+    _first_look = _UNUSUAL
+    _next_look = _AGAIN
+
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self._work = work
         self._tensor = tensor
@@ -42,14 +45,14 @@ class WorkPending:
     def wait(self, unusual: Callable[[], None]) -> Tensor:
         """Wait until the tensor holds the result; returns it."""
         # On an accelerator wait() only orders streams; it takes no time that could be unusual.
-        patience = _UNUSUAL
+        patience = self._first_look
         while self._tensor.device.type == "cpu" and not self._work.is_completed():
             try:
                 self._work.wait(patience)
             except RuntimeError:  # either it takes long, or it failed and the last wait says so
                 if not self._work.is_completed():
                     unusual()
-            patience = _AGAIN
+            patience = self._next_look
         self._work.wait()
         return self._tensor
 

@@ -10,7 +10,15 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.errors import BrokenHookError, HookError, PeerError, StalledError, StepError
+from paceline.errors import (
+    BrokenHookError,
+    CollectiveError,
+    HookError,
+    LateRankError,
+    PeerError,
+    StalledError,
+    StepError,
+)
 from paceline.hooks.exchange import Bucket, Exchange
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
@@ -217,6 +225,10 @@ class Flight:
         except StepError:
             raise
         except RuntimeError as error:
+            if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
+                # Those of other hosts cannot see what has happened on this one.
+                self._group.roll_call.tell_why(self._step, repr(error))
+                self._group.roll_call.break_off(self._step, f"bucket {number}")
             raise StalledError(verdict.stalled(bucket, number, self._step, self._group, error)) from error
 
     def _look_around(self, number: int) -> None:

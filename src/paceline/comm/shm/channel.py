@@ -278,9 +278,11 @@ class Channel:
                 self._look_around(words, count, patience)
 
     def _wait_for_hosts(self, carried: Pending, unusual: Unusual) -> None:
+        patience = _Patience(self._timeout, unusual)
+
         def look() -> None:
             self._look_for_broken([other for other in range(self.size) if other != self.rank])
-            unusual()
+            patience.is_over()  # which the process group sees to, but it may be unusual
 
         try:
             carried.wait(look)
