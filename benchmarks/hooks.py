@@ -16,12 +16,14 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from digits_training import HOOKS, accuracy_on_rank
+from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
 from measure import Row, Size, machine, report, samples, size, timing
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import paceline
 from paceline import hooks
 from paceline.testing import RankPool, run_ranks
-from paceline.testing.hosts import Hosts, sent_bytes, why_not
+from paceline.testing.hosts import Hosts, why_not
 
 WORLD = 2
 RATES = ("100mbit", "1gbit")
@@ -40,11 +42,7 @@ STEPS = 4
 WARMUPS = 1
 RANK = 4
 TIMEOUT_SECONDS = 3600.0
-# As in ddp.py.
-LEARNING_RATE = 1e-6
 BASE = "torch: no hook"
-
-Step = Callable[[], None]
 
 
 def module() -> nn.Module:
@@ -90,71 +88,45 @@ def all_sides() -> dict[str, tuple[nn.Module, hooks.Hook | None]]:
     }
 
 
-def stepper(wrapped: nn.Module, hook: hooks.Hook | None, batch: torch.Tensor, sent: list[int]) -> Step:
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, foreach=True)
-
-    def step() -> None:
-        before = sent_bytes()
-        optimizer.zero_grad(set_to_none=True)
-        wrapped(batch).square().mean().backward()
-        optimizer.step()
-        if isinstance(hook, hooks.PostLocalSGD):
-            hook.average_parameters(wrapped.parameters())
-        sent.append(sent_bytes() - before)
-
-    return step
+def average_parameters(wrapped: nn.Module, hook: hooks.Hook | None) -> None:
+    if isinstance(hook, hooks.PostLocalSGD):
+        hook.average_parameters(wrapped.parameters())
 
 
-def steps_on_rank(
-    rank: int, hosts: Hosts, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def steps_on_rank(rank: int, hosts: Hosts, rounds: int) -> Counts:
     """Seconds a step and bytes a step of each side, a value a round."""
     with hosts.group(rank, world=WORLD, host=rank):
         torch.manual_seed(rank)
         batch = torch.randn(8, 512)
         sides = all_sides()
         sent: dict[str, list[int]] = {name: [] for name in sides}
-        steps = {name: stepper(*side, batch, sent[name]) for name, side in sides.items()}
+        steps = {
+            name: stepper(wrapped, batch, sent[name], partial(average_parameters, wrapped, hook))
+            for name, (wrapped, hook) in sides.items()
+        }
         seconds = samples(steps, rounds=rounds, calls=STEPS, warmups=WARMUPS, before=dist.barrier)
         check_same_gradients(*(sides[name][0] for name in (BASE, "paceline: no hook", "average")))
         # torch's wrapper can hang if it outlives the group.
         del sides, steps
         gc.collect()
-        return seconds, {name: by_turn(counts)[WARMUPS:] for name, counts in sent.items()}
-
-
-def by_turn(counts: Sequence[int]) -> list[float]:
-    return [statistics.mean(counts[start : start + STEPS]) for start in range(0, len(counts), STEPS)]
-
-
-def check_same_gradients(first: nn.Module, *others: nn.Module) -> None:
-    """Make sure that those without compression did the same work."""
-    for other in others:
-        for theirs, ours in zip(first.parameters(), other.parameters(), strict=True):
-            assert theirs.grad is not None
-            assert ours.grad is not None
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-7)
+        return seconds, {name: by_turn(counts, STEPS)[WARMUPS:] for name, counts in sent.items()}
 
 
 def link_rows(rate: str, rounds: int) -> list[Row]:
     with Hosts() as hosts:
         hosts.limit(rate)
         ranks = run_ranks(steps_on_rank, WORLD, args=(hosts, rounds), timeout=TIMEOUT_SECONDS, backend=None)
-    seconds = {
-        name: [max(turn) for turn in zip(*(rank[0][name] for rank in ranks), strict=True)]
-        for name in ranks[0][0]
-    }
+    seconds = slowest(ranks)
     return [link_row(name, rate, seconds, size(ranks[0][1][name])) for name in seconds]
 
 
 def link_row(name: str, rate: str, seconds: Mapping[str, Sequence[float]], sent: Size) -> Row:
-    own, base = timing(seconds[name]), timing(seconds[BASE])
-    spread = timing([ours / theirs for ours, theirs in zip(seconds[name], seconds[BASE], strict=True)])
+    value, spread = ratio(seconds, name, BASE)
     return Row(
         f"{name} at {rate}",
-        {"a step": own, "sent a step by a rank": sent},
+        {"a step": timing(seconds[name]), "sent a step by a rank": sent},
         f"times {BASE}",
-        own.median / base.median,
+        value,
         None,
         spread=(spread.low, spread.high),
     )

@@ -110,6 +110,11 @@ class Group:
             shared = self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device) if shared is None else shared
 
+    def keep_moving(self) -> None:
+        """Do what can be done without waiting for anyone, if other hosts wait for it."""
+        if self.shared is not None and self.shared.hosts > 1:
+            self.shared.keep_moving()
+
     def finish_behind(self) -> None:
         """Have this rank's part of what is in flight done, though nobody here will wait for it."""
         if self.shared is not None:

@@ -105,6 +105,7 @@ class Step:
         if len(self._untaken) >= BATCH:
             self._take_small(self._untaken)
             self._untaken = []
+        self._means.group.keep_moving()
 
     def shadow(self) -> None:
         """Have nothing to contribute, and say so."""

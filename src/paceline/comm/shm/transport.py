@@ -1,5 +1,6 @@
 """What a group does through shared memory: all ranks of it, or those of each host among themselves."""
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,12 @@ class SharedMemory:
             parts = flat.split([tensor.nbytes for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 _set_bytes(tensor, part)
+
+    def keep_moving(self) -> None:
+        """Do what can be done without waiting for anyone."""
+        if self._channel.in_flight:
+            with contextlib.suppress(Exception):  # who waits for it is told
+                self._channel.advance()
 
     def finish_behind(self) -> None:
         """Do this rank's part of what is in flight in a thread, for the others' sake."""

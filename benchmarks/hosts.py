@@ -1,0 +1,137 @@
+"""Hosts of several ranks: step time and bytes between hosts, torch's flat gloo against paceline's hierarchy.
+
+python benchmarks/hosts.py [--models NAME ...] [--rate RATE] [--rounds N] [--quick] [--json FILE]
+
+Two network namespaces stand for hosts, with two ranks each and a link of limited rate between them. A step
+is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds a copy of the model for
+each side; the sides take turns, which last until the slowest rank is done. Bytes are those that the link has
+counted, of the host that sent more. One exchange a host needs at least as many as the gradients have:
+2 N (H-1)/H at two hosts. Needs root, to make the namespaces.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
+from measure import Row, report, samples, size, timing
+from models import MODELS, Model
+from torch import nn
+
+import paceline
+from paceline.testing import run_ranks
+from paceline.testing.hosts import Hosts, why_not
+
+HOSTS = 2
+RANKS = 2  # a host
+STEPS = 2
+WARMUPS = 2
+TIMEOUT_SECONDS = 3600.0
+TARGET = 0.7
+BYTES_TARGET = 1.02
+TORCH, PACELINE = "torch: flat gloo", "paceline"
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+
+LINKED = {
+    "linears": Model("6.3M in six linear layers", linears, (8, 1024), 1),
+    "transformer": MODELS["transformer"],
+}
+
+
+def wrap(side: str, model: Model) -> nn.Module:
+    torch.manual_seed(0)
+    if side == TORCH:
+        return torch.nn.parallel.DistributedDataParallel(model.make())
+    return paceline.DistributedDataParallel(model.make())
+
+
+def steps_on_rank(rank: int, hosts: Hosts, name: str, rounds: int) -> Counts:
+    """Seconds a step and bytes a step of each side, a value a round."""
+    with hosts.group(rank, world=HOSTS * RANKS, host=rank // RANKS):
+        model = LINKED[name]
+        sides = {side: wrap(side, model) for side in (TORCH, PACELINE)}
+        torch.manual_seed(rank)
+        batch = torch.randn(model.shape)
+        sent: dict[str, list[int]] = {side: [] for side in sides}
+        steps = {side: stepper(wrapped, batch, sent[side]) for side, wrapped in sides.items()}
+        seconds = samples(steps, rounds=rounds, calls=STEPS, warmups=WARMUPS, before=dist.barrier)
+        check_same_gradients(*sides.values())
+        # torch's wrapper can hang if it outlives the group.
+        del sides, steps
+        gc.collect()
+        return seconds, {side: by_turn(counts, STEPS)[WARMUPS:] for side, counts in sent.items()}
+
+
+def rows(name: str, rate: str, rounds: int) -> list[Row]:
+    with Hosts() as hosts:
+        hosts.limit(rate)
+        ranks = run_ranks(
+            steps_on_rank,
+            HOSTS * RANKS,
+            args=(hosts, name, rounds),
+            timeout=TIMEOUT_SECONDS,
+            backend=None,
+        )
+    what = f"{LINKED[name].what} at {rate}"
+    return [time_row(what, slowest(ranks)), bytes_row(what, name, ranks)]
+
+
+def time_row(what: str, seconds: Mapping[str, Sequence[float]]) -> Row:
+    value, spread = ratio(seconds, PACELINE, TORCH)
+    return Row(
+        what,
+        {side: timing(values) for side, values in seconds.items()},
+        "step time, times torch's",
+        value,
+        TARGET,
+        spread=(spread.low, spread.high),
+    )
+
+
+def bytes_row(what: str, name: str, ranks: Sequence[Counts]) -> Row:
+    least = sum(parameter.nbytes for parameter in LINKED[name].make().parameters())
+    sent = {
+        side: max((size(rank[1][side]) for rank in ranks), key=lambda each: each.median)
+        for side in (TORCH, PACELINE)
+    }
+    return Row(what, sent, "bytes a step, times the least", sent[PACELINE].median / least, BYTES_TARGET)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure hosts of several ranks.")
+    parser.add_argument("--models", nargs="+", choices=LINKED, default=[*LINKED])
+    parser.add_argument("--rate", default="1gbit", help="of the link, each way (default: 1gbit)")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="turns of each side that are timed (default: 12)"
+    )
+    parser.add_argument("--quick", action="store_true", help="2 rounds, to see that all works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = 2
+    if arguments.rounds < 2:
+        parser.error("quartiles need two rounds or more")
+    if (reason := why_not()) is not None:
+        parser.error(f"no hosts can be made: {reason}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    found: list[Row] = []
+    for name in arguments.models:
+        print(f"timing {name}", file=sys.stderr)
+        found += rows(name, arguments.rate, arguments.rounds)
+    report("Two hosts of two ranks, with a link of limited rate between them", found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Training steps over a link between network namespaces: their time, and the bytes that it counts."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from measure import Timing, timing
+from torch import nn
+
+from paceline.testing.hosts import sent_bytes
+
+# As in ddp.py.
+LEARNING_RATE = 1e-6
+
+Step = Callable[[], None]
+# Of each side, a value a round: seconds a step, and bytes a step that this rank's host has sent.
+Counts = tuple[dict[str, list[float]], dict[str, list[float]]]
+
+
+def stepper(
+    wrapped: nn.Module, batch: torch.Tensor, sent: list[int], after: Callable[[], object] = lambda: None
+) -> Step:
+    """zero_grad, forward, backward and plain SGD, then what else is to be done; notes the bytes."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, foreach=True)
+
+    def step() -> None:
+        before = sent_bytes()
+        optimizer.zero_grad(set_to_none=True)
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+        after()
+        sent.append(sent_bytes() - before)
+
+    return step
+
+
+def by_turn(counts: Sequence[int], steps: int) -> list[float]:
+    """The mean of each turn of so many steps."""
+    return [statistics.mean(counts[start : start + steps]) for start in range(0, len(counts), steps)]
+
+
+def check_same_gradients(first: nn.Module, *others: nn.Module) -> None:
+    """Make sure that those without compression did the same work."""
+    for other in others:
+        for theirs, ours in zip(first.parameters(), other.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-7)
+
+
+def slowest(ranks: Sequence[Counts]) -> dict[str, list[float]]:
+    """Seconds a step of each side, until the slowest rank was done."""
+    return {
+        name: [max(turn) for turn in zip(*(rank[0][name] for rank in ranks), strict=True)]
+        for name in ranks[0][0]
+    }
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> tuple[float, Timing]:
+    """A side's median in another's, and the quartiles of the rounds' ratios."""
+    spread = timing([ours / theirs for ours, theirs in zip(seconds[name], seconds[base], strict=True)])
+    return timing(seconds[name]).median / timing(seconds[base]).median, spread
