@@ -172,6 +172,17 @@ def some_steps(rank: int) -> None:
                 assert distance(found, mean(given)) <= 2 * BOUNDS[name] * largest(given), name
 
 
+def other_types(rank: int) -> None:
+    for dtype, error in ((torch.complex64, 1e-6), (torch.float16, 2e-3), (torch.float64, 1e-14)):
+        ddp = wrap(Given(dtype=dtype), hooks.average())
+        found = run_step(ddp, gradients(rank, dtype=dtype))
+        assert distance(found, mean(everyones(dtype=dtype))) < error, dtype
+
+
+def test_gradients_of_other_types_cross_under_a_hook(twice_two: Split) -> None:
+    twice_two.run(other_types)
+
+
 def test_steps_under_hooks_are_the_same_on_every_rank(split: Split) -> None:
     split.run(some_steps)
 

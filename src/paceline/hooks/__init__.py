@@ -2,7 +2,9 @@
 
     ddp.register_comm_hook(None, paceline.hooks.int8())
 
-Each says what it sends and which error it makes.
+Each says what it sends and which error it makes. Where ranks share memory, those that compress see only what
+crosses hosts: the world size they speak of is the number of hosts then, and a rank sends its part of the
+parameters.
 """
 
 from paceline.hooks.average import average

@@ -96,6 +96,7 @@ class BetweenHosts:
 
     def begin(self, weight: float | None) -> None:
         """A step begins: what this rank's gradients were multiplied by is added up too."""
+        self._summing.clear()  # of a step that every rank broke off at the same place
         given = torch.tensor([weight is not None, weight or 0.0], dtype=torch.float64)
         self._weight = self._shared.all_reduce_inside(given)
 
