@@ -104,7 +104,7 @@ class Waybill:
         self._weights = self._status + world
         self._order = self._weights + _WEIGHT.size * world
         self.size = self._order + (_PLACE_BYTES * slots if teaching else 0)
-        self._last: tuple[Tensor, Summary] | None = None
+        self._last: tuple[list[float], Summary] | None = None
 
     def write(self, tail: Tensor, rank: int, report: Report) -> None:
         """Put this rank's entries where the reduction will add them up."""
@@ -123,10 +123,10 @@ class Waybill:
 
     def read(self, tail: Tensor) -> Summary:
         """What all ranks wrote; most steps are like the one before."""
-        last = self._last
-        if last is None or last[0].device != tail.device or not torch.equal(last[0], tail):
-            last = self._last = tail.clone(), self._summarise([*map(round, tail.tolist())])
-        return last[1]
+        sums = tail.tolist()
+        if self._last is None or self._last[0] != sums:
+            self._last = sums, self._summarise([*map(round, sums)])
+        return self._last[1]
 
     def _summarise(self, sums: list[int]) -> Summary:
         few = sums[self._slots : self._order]
