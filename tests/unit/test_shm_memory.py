@@ -40,6 +40,7 @@ def in_child(act: Callable[[], None]) -> int:
     if not pid:
         code = 1
         try:
+            torch.set_num_threads(1)  # the parent's threads are not there
             act()
             code = 0
         finally:
