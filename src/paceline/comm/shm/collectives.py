@@ -17,8 +17,9 @@ Op = Callable[[Tensor, Tensor], object]
 # Begins to combine a tensor with those of other hosts, in place.
 Carry = Callable[[Tensor], Pending]
 
-# Up to so many bytes every rank adds up everything by itself: that is one word less to wait for.
-ALONE_BYTES = 32 << 10
+# Up to so many bytes of the others' every rank adds up everything by itself: that is one word less to wait
+# for.
+_ALONE_BYTES = 128 << 10
 # What is copied in and out goes in smaller pieces than what is in place: a rank is to read one while the next
 # is being copied.
 COPIED_BYTES = 1 << 20
@@ -329,6 +330,11 @@ class Barrier(_Copied):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel, "barrier", 0)
+
+
+def adds_up_alone(channel: Channel, nbytes: int) -> bool:
+    """Whether each rank had better combine everything by itself."""
+    return nbytes * (channel.size - 1) <= _ALONE_BYTES
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

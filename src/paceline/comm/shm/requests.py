@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.comm.shm.channel import Channel, Collective
 from paceline.comm.shm.collectives import (
-    ALONE_BYTES,
     AllToAll,
     Barrier,
     Broadcast,
@@ -22,6 +21,7 @@ from paceline.comm.shm.collectives import (
     ReduceInPlace,
     ReduceScatter,
     Scatter,
+    adds_up_alone,
     as_bytes,
 )
 from paceline.comm.shm.reductions import Reduction, operand
@@ -219,7 +219,10 @@ def barrier(channel: Channel) -> Request:
 
 
 def _reduced(channel: Channel, flat: Tensor, reduction: Reduction) -> Collective:
-    kind: Any = ReduceAlone if flat.nbytes <= ALONE_BYTES else ReduceInPlace
+    # Among two, to read the other's part and to be given half of it cost the same, and reading is one word
+    # less.
+    alone = channel.size == 2 or adds_up_alone(channel, flat.nbytes)
+    kind: Any = ReduceAlone if alone else ReduceInPlace
     collective: Collective = kind(channel, flat, reduction.op, reduction.name)
     return collective
 

@@ -12,10 +12,12 @@ from paceline.comm.across import Across
 from paceline.comm.pending import Pending
 from paceline.comm.shm import neighbours
 from paceline.comm.shm.channel import Channel, Launched
-from paceline.comm.shm.collectives import ALONE_BYTES, Broadcast, ReduceAlone, ReduceInPlace, as_bytes
+from paceline.comm.shm.collectives import Broadcast, ReduceAlone, ReduceInPlace, adds_up_alone, as_bytes
 from paceline.comm.shm.neighbours import Gatherer, Neighbours
 from paceline.comm.shm.parts import Run, SpreadParts, SumParts
 
+# Up to so many bytes one rank of a host carries everything.
+_UNCUT_BYTES = 32 << 10
 # Bytes from which a tensor is broadcast by itself.
 _LARGE = 1 << 18
 # Who shares memory is found out once a process group.
@@ -61,7 +63,7 @@ class SharedMemory:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
-        if self.hosts == 1 and tensor.nbytes <= ALONE_BYTES:
+        if self.hosts == 1 and adds_up_alone(self._channel, tensor.nbytes):
             return self.all_reduce_inside(tensor)
         channel = self._channel
         reduce = ReduceInPlace(
@@ -71,7 +73,7 @@ class SharedMemory:
             "sum",
             carry=None if self._across is None else self._across.all_reduce,
             # What is small is not cut: each part would be a message.
-            carriers=1 if self.hosts > 1 and tensor.nbytes <= ALONE_BYTES else self._slices,
+            carriers=1 if self.hosts > 1 and tensor.nbytes <= _UNCUT_BYTES else self._slices,
         )
         return SharedPending(channel, channel.launch(reduce), tensor)
 
