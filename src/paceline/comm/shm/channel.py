@@ -44,7 +44,7 @@ STAGING_BYTES = _AREAS * PIECE_BYTES
 _WORDS = 3
 
 # Spinning is worth while as long as the others are likely to be running.
-_SPINS = 1000
+_SPINS = 200
 # How long to sleep before looking around, in seconds, and if other channels or threads have anything to do.
 _NAP, _SHORT_NAP = 0.1, 0.001
 _UNUSUAL = 2.0
