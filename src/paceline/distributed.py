@@ -146,8 +146,10 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         state.refuse_shards(self._slots, self._group)
         self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:
-            self._start_equal(buffers=init_buffers)
+            self._check_equal()
         self._share_memory()
+        if init_sync:
+            self._broadcast_state(source=0, buffers=init_buffers)
         self._build_reducer()
         if static_graph:
             self._set_static_graph()
@@ -362,7 +364,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         output = device_ids[0] if output_device is None else output_device
         self.output_device = dev.resolve(output).index
 
-    def _start_equal(self, *, buffers: bool) -> None:
+    def _check_equal(self) -> None:
         options = [
             ("the bucket caps", repr(self._caps.sizes)),
             ("rebuild_plan", repr(self._rebuild_plan)),
@@ -371,7 +373,6 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             ("the transport", repr(self._transport.name)),
         ]
         check_same(self._group, state.describe(self._slots), options, self.device)
-        self._broadcast_state(source=0, buffers=buffers)
 
     def _broadcast_state(self, *, source: int, buffers: bool) -> None:
         broadcast_state(
