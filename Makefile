@@ -11,8 +11,9 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
+# Two at a time, because ranks mostly wait for each other; each file's tests stay together.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # PyTorch's own tests of its wrapper with paceline's in its place.
 conformance: $(READY)

@@ -114,7 +114,7 @@ def test_a_device_that_is_not_here_is_refused_by_name(device: Any) -> None:
     assert dev.resolve("cpu") == CPU
 
 
-@pytest.mark.parametrize("device", NO_DEVICE, ids=repr)
+@pytest.mark.parametrize("device", NO_DEVICE)
 def test_what_is_no_device_is_refused(device: Any) -> None:
     with pytest.raises(DeviceError, match="a device is an index, a name or") as caught:
         dev.resolve(device)

@@ -178,7 +178,7 @@ def test_a_return_type_of_torch_is_scattered_by_name() -> None:
     assert [piece.indices.tolist() for piece in pieces] == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("leaf", [(), [], {}, deque(), Nothing(), Box(), object(), "s", Plain], ids=repr)
+@pytest.mark.parametrize("leaf", [(), [], {}, deque(), Nothing(), Box(), object(), "s", Plain])
 def test_other_objects_and_empty_containers_are_shared_by_reference(leaf: Any) -> None:
     alone = scatter(leaf, cpus(2))
     assert type(alone) is list
