@@ -152,7 +152,8 @@ class Group:
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""
-        if tensors and self.shared is not None:
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        if tensors and self.shared is not None and on_cpu:
             self.shared.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
         elif tensors:
             distributed._broadcast_coalesced(  # type: ignore[attr-defined]

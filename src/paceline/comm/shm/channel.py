@@ -284,7 +284,7 @@ class Channel:
         patience = _Patience(self._timeout, unusual)
 
         def look() -> None:
-            self._look_for_broken([other for other in range(self.size) if other != self.rank])
+            self._look_for_broken(self._others)
             patience.is_over()  # which the process group sees to, but it may be unusual
 
         try:

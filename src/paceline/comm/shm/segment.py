@@ -5,7 +5,7 @@ it, its lot, as long as it will ever need, and nobody has to be asked where some
 
     head                                proof that ranks share the file
     channels                            semaphores and notes of each channel
-    lot of local rank 0, 1, 2 …        blocks: what the rank lets others read and write
+    lot of local rank 0, 1, 2 …         blocks: what the rank lets others read and write
 
 Note [No file remains]. A memfd has no name, so it is gone with the last process that has it open. Ranks in
 other PID namespaces cannot open it; for them there is a file in /dev/shm, that only its owner may open, under

@@ -108,9 +108,12 @@ class SharedMemory:
             self._broadcast_inside(tensors, 0)
 
     def _broadcast_inside(self, tensors: Sequence[Tensor], source: int) -> None:
-        small = [tensor for tensor in tensors if tensor.nbytes < _LARGE or not tensor.is_contiguous()]
-        for tensor in (tensor for tensor in tensors if not any(tensor is other for other in small)):
-            self._channel.run(Broadcast(self._channel, as_bytes(tensor), root=source))
+        small = []
+        for tensor in tensors:
+            if tensor.nbytes < _LARGE or not tensor.is_contiguous():
+                small.append(tensor)
+            else:
+                self._channel.run(Broadcast(self._channel, as_bytes(tensor), root=source))
         if small:
             self._broadcast_together(small, source)
 
