@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, distributed
 
 from paceline.comm.group import Group
-from paceline.comm.shm.channel import PIECE_BYTES, Channel, Collective, Launched
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import PIECE_BYTES, Collective, Launched
 from paceline.comm.shm.collectives import (
     COPIED_BYTES,
     AllToAll,

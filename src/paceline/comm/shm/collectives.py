@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.pending import Pending
-from paceline.comm.shm.channel import PIECE_BYTES, Areas, Channel, Collective
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import PIECE_BYTES, Areas, Collective
 
 # Combines the second tensor into the first; in which order two are given must not matter.
 Op = Callable[[Tensor, Tensor], object]

@@ -18,7 +18,8 @@ import torch
 
 from paceline.comm.shm import libc
 from paceline.comm.shm.arena import Arena, Place
-from paceline.comm.shm.channel import STAGING_BYTES, Channel, open_channel
+from paceline.comm.shm.channel import Channel, open_channel
+from paceline.comm.shm.collective import STAGING_BYTES
 from paceline.comm.shm.life import Life
 from paceline.comm.shm.segment import HEAD, HEAD_BYTES, MOST_RANKS, Segment
 

@@ -6,7 +6,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.channel import PIECE_BYTES, Areas, Channel, Collective
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import PIECE_BYTES, Areas, Collective
 
 # The first element, and the one behind the last.
 Run: TypeAlias = tuple[int, int]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.channel import Channel, Collective
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import Collective
 from paceline.comm.shm.collectives import (
     AllToAll,
     Barrier,

@@ -11,7 +11,8 @@ from torch import Tensor
 from paceline.comm.across import Across
 from paceline.comm.pending import Pending
 from paceline.comm.shm import neighbours
-from paceline.comm.shm.channel import Channel, Launched
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import Launched
 from paceline.comm.shm.collectives import Broadcast, ReduceAlone, ReduceInPlace, adds_up_alone, as_bytes
 from paceline.comm.shm.neighbours import Gatherer, Neighbours
 from paceline.comm.shm.parts import Run, SpreadParts, SumParts

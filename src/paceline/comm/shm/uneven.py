@@ -6,7 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.channel import Areas, Channel, Collective
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import Areas, Collective
 from paceline.errors import CollectiveError, ShapeError
 
 _NUMBER = torch.int64

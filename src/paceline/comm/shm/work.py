@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.shm.arguments import memory_of
-from paceline.comm.shm.channel import Channel, Launched
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import Launched
 from paceline.comm.shm.requests import Request
 from paceline.errors import ClosedGroupError, LateRankError
 
