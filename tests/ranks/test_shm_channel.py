@@ -7,11 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from threads import in_threads
 from torch import Tensor, distributed
 
 from paceline.comm.group import Group
@@ -39,25 +39,6 @@ def total(channel: Channel, tensor: Tensor) -> ReduceAlone:
 
 def total_in_place(channel: Channel, tensor: Tensor) -> ReduceInPlace:
     return ReduceInPlace(channel, tensor, Tensor.add_, "sum")
-
-
-def in_threads(act: Callable[[int], None], count: int) -> None:
-    """Several at once, and what one of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            act(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def more_than_there_are_notes(rank: int) -> None:

@@ -1,12 +1,12 @@
 """Wrappers in shared memory: in threads, on several groups, copied on one rank, and steps given up."""
 
 import copy
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from threads import in_threads
 from torch import Tensor, distributed, nn
 
 from paceline import DistributedDataParallel
@@ -65,28 +65,18 @@ def everyone() -> range:
     return range(distributed.get_world_size())
 
 
-def in_threads(_: int) -> None:
+def several(_: int) -> None:
     wrappers = [wrap(seed) for seed in range(3)]
-    errors: list[BaseException] = []
 
     def train(seed: int) -> None:
-        try:
-            for step in range(6):
-                check_step(wrappers[seed], step, everyone())
-        except BaseException as error:
-            errors.append(error)
+        for step in range(6):
+            check_step(wrappers[seed], step, everyone())
 
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(train, 3)
 
 
 def test_wrappers_train_in_threads_on_one_group(ranks: RankPool) -> None:
-    ranks.run(in_threads)
+    ranks.run(several)
 
 
 def on_groups(rank: int) -> None:
