@@ -8,8 +8,10 @@ The sides, which take turns on the same ranks in one run, beside the module alon
   torch-on-paceline  torch's wrapper on a group of the backend "paceline"
   paceline           paceline's wrapper, in shared memory where the ranks have it
   paceline-c10d      paceline's wrapper with transport="c10d": all goes through the gloo group
-and each of them with -views behind its name: with gradient_as_bucket_view=True. "paceline / torch: 0.5" says
-that paceline takes half of what torch does. A target is the issue's; a figure without one is for information.
+  meeting            no wrapper, and no gradient goes anywhere, but the ranks wait for each other in backward:
+                     what any synchronisation adds at the least, because ranks are not equally fast
+and each wrapper with -views behind its name: with gradient_as_bucket_view=True. "paceline / torch: 0.5" says
+that paceline takes half of what torch does. A target is a promise; a figure without one is for information.
 
 A step is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds every side's copy
 of the model; the sides take turns in the same order on both ranks, which meet before each turn. A turn lasts
@@ -86,6 +88,11 @@ class Side:
         """Put the wrapper around the module."""
         if self == ALONE:
             return module
+        if self == MEETING:
+            group = dist.new_group(backend="paceline")
+            first = next(module.parameters())  # whose gradient comes last
+            first.register_post_accumulate_grad_hook(lambda _: dist.barrier(group))
+            return module
         options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
         if self.through == "backend":
             options["process_group"] = dist.new_group(backend="paceline")
@@ -98,12 +105,13 @@ class Side:
 
 
 ALONE = Side("the module alone")
+MEETING = Side("meeting")
 _PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
 SIDES = {
     str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
-}
+} | {str(MEETING): MEETING}
 # torch in both modes, and the others as they come.
-DEFAULT_SIDES = ("torch", "torch-views", "torch-on-paceline", "paceline", "paceline-c10d")
+DEFAULT_SIDES = ("torch", "torch-views", "torch-on-paceline", "paceline", "paceline-c10d", "meeting")
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def steps_on_rank(
     modules = {str(side): side.wrap(make_module(name)) for side in sides}
     steps = {side: stepper(module, batch) for side, module in modules.items()}
     seconds = samples(steps, rounds=rounds, calls=calls, warmups=WARMUPS, before=dist.barrier)
-    check_same_gradients([module for side, module in modules.items() if side != str(ALONE)])
+    check_same_gradients([modules[str(side)] for side in sides if side not in (ALONE, MEETING)])
     # torch's wrapper can hang if it outlives the group.
     del modules, steps
     gc.collect()
@@ -317,7 +325,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     if "memory" in arguments.parts:
         for name in (name for name in MEMORY_MODELS if name in arguments.models):
             print(f"peak memory of {MODELS[name].what}", file=sys.stderr)
-            rows += memory_rows(name, arguments.sides, arguments.memory_runs)
+            wrappers = [side for side in arguments.sides if side != MEETING]
+            rows += memory_rows(name, wrappers, arguments.memory_runs)
     return rows
 
 

@@ -115,6 +115,11 @@ class Group:
         if self.shared is not None and self.shared.hosts > 1:
             self.shared.keep_moving()
 
+    def give_back(self) -> None:
+        """Keep no memory that is not needed in every step; waits for what is in flight."""
+        if self.shared is not None:
+            self.shared.give_back()
+
     def finish_behind(self) -> None:
         """Have this rank's part of what is in flight done, though nobody here will wait for it."""
         if self.shared is not None:

@@ -100,9 +100,11 @@ class Step:
 
     def take_in(self, arrived: Sequence[int]) -> None:
         """Gradients of these slots have arrived."""
-        self._mark(arrived)
+        prompt = [slot for slot in arrived if self._means.fleet.prompt[slot]]
+        self._mark(arrived, prompt)
         self._untaken += arrived
-        if len(self._untaken) >= BATCH:
+        # With each large one too: small gradients in between would keep its memory from being used again.
+        if prompt or len(self._untaken) >= BATCH:
             self._take_small(self._untaken)
             self._untaken = []
         self._means.group.keep_moving()
@@ -136,10 +138,9 @@ class Step:
             means.weights.sync()
         return summary
 
-    def _mark(self, arrived: Sequence[int]) -> None:
+    def _mark(self, arrived: Sequence[int], prompt: Sequence[int]) -> None:
         full = self._means.ledger.mark(arrived)
-        prompt = self._means.fleet.prompt
-        self._take([slot for slot in arrived if prompt[slot]])
+        self._take(prompt)
         for bucket in full:
             self._schedule.release(bucket)
         if full or self._means.exchange.serial:

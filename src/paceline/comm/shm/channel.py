@@ -155,6 +155,15 @@ class Channel:
         """Launch a collective and wait for it."""
         self.wait(self.launch(collective))
 
+    def give_back_staging(self) -> None:
+        """Have no memory for what lives elsewhere until it is needed again; waits for what is in flight."""
+        self._wait_for(self._pieces, fully=True)
+        with self._lock:
+            # In a file of limited size it might not be there the next time.
+            if self._ended == self._pieces and not self._segment.is_limited:
+                self._segment.release(self._staging.offset, self._staging.nbytes)
+                self._reserved = [0] * AREAS
+
     def finish_behind(self) -> None:
         """Have a thread do this rank's part of what is left, for the others' sake."""
         with self._lock:

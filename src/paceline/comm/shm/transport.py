@@ -132,6 +132,10 @@ class SharedMemory:
             with contextlib.suppress(Exception):  # who waits for it is told
                 self._channel.advance()
 
+    def give_back(self) -> None:
+        """Have no more memory than what lives there."""
+        self._channel.give_back_staging()
+
     def finish_behind(self) -> None:
         """Do this rank's part of what is in flight in a thread, for the others' sake."""
         self._channel.finish_behind()
