@@ -1,0 +1,11 @@
+"""The command ``paceline``."""
+
+import click
+
+import paceline
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(paceline.__version__, prog_name="paceline")
+def main() -> None:
+    """Train PyTorch models on several ranks, and see where the time goes."""

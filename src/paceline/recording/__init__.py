@@ -1,0 +1,1 @@
+"""What each rank did when: kept in bounded memory, or in a file that outlives the rank."""
