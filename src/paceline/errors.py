@@ -27,6 +27,7 @@
     │   ├── LateRankError                    because ranks did not come in time; names them
     │   ├── UnmatchedError                   because ranks called different ones
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
+    ├── RecordingError (ValueError)          recorded steps that cannot be read
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -151,6 +152,10 @@ class UnmatchedError(CollectiveError):
 
 class ClosedGroupError(CollectiveError):
     """The group was destroyed or aborted, or belongs to the process that this one was forked from."""
+
+
+class RecordingError(PacelineError, ValueError):
+    """Recorded steps that are not there, or cannot be read."""
 
 
 class ShardError(PacelineError, RuntimeError):

@@ -1,1 +1,1 @@
-"""What each rank did when: kept in bounded memory, or in a file that outlives the rank."""
+"""What each rank did when: kept in bounded memory, or in files that outlive the rank. Without torch."""

@@ -1,0 +1,212 @@
+"""One wrapper's record on one rank.
+
+Always on. With ``PACELINE_RECORD`` in the environment the record is kept in that folder, in files that
+``paceline report`` reads; otherwise in memory, until ``write`` is called.
+"""
+
+import atexit
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.recording.chapter import About, Chapter, Plan
+from paceline.recording.rows import BucketColumn, Column, Kind, sums_of, width
+
+FOLDER_VARIABLE = "PACELINE_RECORD"
+# Plans change once or twice; who changes them all the time has the last ones recorded.
+_MOST_CHAPTERS = 8
+
+_BUCKETS = len(Column)
+_recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
+# What the monotonic clock lacks to the time since the epoch.
+_EPOCH = time.time_ns() - time.monotonic_ns()
+
+
+class Recorder:
+    """Stamps what happens.
+
+    Args:
+        about: what it is of; asked for when there is something to record.
+        folder: where to keep it; in memory if None.
+
+    Attributes:
+        unit: what ``count`` counts.
+    """
+
+    def __init__(self, about: Callable[[], About], folder: Path | None = None) -> None:
+        self.unit = "samples"
+        self._make_about = about
+        self._about: About | None = None
+        self._folder = folder
+        self._chapters: list[Chapter] = []
+        self._plan: Plan | None = None
+        self._row = [0] * width(0)
+        self._has_ended = False
+        self._counted = 0
+        _recorders.add(self)
+
+    def follow(self, plan: Plan) -> None:
+        """Rows are of another plan from now on."""
+        self._plan = plan
+
+    def count(self, number: int, unit: str | None = None) -> None:
+        """So many samples went through the step at hand; or tokens, or whatever the unit says."""
+        self._counted += number
+        if unit is not None and unit != self.unit:
+            self.unit = unit
+            if self._chapters:
+                self._chapters[-1].rename_unit(unit)
+
+    def forward_began(self) -> None:
+        """The wrapper's forward was called."""
+        now = time.monotonic_ns()
+        row = self._row
+        if self._has_ended:
+            row = self._close(now)
+        if not row[Column.BEGIN]:
+            row[Column.BEGIN] = now
+        row[Column.FORWARDS] += 1
+        row[Column.FORWARD_START] = now
+        row[Column.BUFFERS_END] = 0
+
+    def buffers_synced(self) -> None:
+        """Module buffers are equal on all ranks."""
+        self._row[Column.BUFFERS_END] = time.monotonic_ns()
+
+    def forward_ended(self) -> None:
+        """The module has returned."""
+        self._row[Column.FORWARD_END] = time.monotonic_ns()
+
+    def backward_began(self, step: int) -> None:
+        """The first sign of a synced backward."""
+        now = time.monotonic_ns()
+        if self._has_ended:  # a second backward over one forward
+            self._close(now)
+        if self._plan is not None:
+            self._turn_over(self._plan)
+            self._plan = None
+        row = self._row
+        row[Column.STEP] = step
+        row[Column.BACKWARD_START] = now
+        row[Column.BEGIN] = row[Column.BEGIN] or now
+
+    def ready(self, bucket: int, slot: int) -> None:
+        """The last of a bucket's gradients is there."""
+        place = _BUCKETS + bucket * len(BucketColumn)
+        self._row[place] = time.monotonic_ns()
+        self._row[place + 1] = slot
+
+    def launched(self, bucket: int) -> None:
+        """A bucket left."""
+        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.LAUNCH] = time.monotonic_ns()
+
+    def done(self, bucket: int, *, since: int | None = None) -> None:
+        """A bucket is back; it may be known that it was so at an earlier time."""
+        now = time.monotonic_ns() if since is None else since
+        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.DONE] = now
+
+    def backward_ended(self) -> None:
+        """The last gradient was there."""
+        self._row[Column.BACKWARD_END] = time.monotonic_ns()
+
+    def landed(self) -> None:
+        """The last bucket was back."""
+        self._row[Column.LANDED] = time.monotonic_ns()
+
+    def ended(self, kind: Kind = Kind.ORDINARY) -> None:
+        """Averages have been handed out, or the step is lost."""
+        self._row[Column.END] = time.monotonic_ns()
+        self._row[Column.KIND] |= kind
+        self._has_ended = True
+
+    def write(self, folder: Path | str) -> None:
+        """Write what is there to a folder."""
+        self.close()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for chapter in self._chapters:
+            chapter.write(folder)
+
+    def close(self) -> None:
+        """No more belongs to the step at hand."""
+        if self._has_ended:
+            self._close(time.monotonic_ns())
+
+    def durations(self) -> dict[str, int]:
+        """Of the last step: nanoseconds of forward, backward, communication, and of the last two at once."""
+        row, first = self._row, self._first_launch()
+        backward_start, backward_end = row[Column.BACKWARD_START], row[Column.BACKWARD_END]
+        compute = backward_end - backward_start
+        return {
+            "forward_compute_time": max(backward_start - row[Column.FORWARD_START], 0),
+            "backward_compute_time": compute,
+            "backward_comm_time": max(row[Column.LANDED] - first, 0) if first else 0,
+            "backward_compute_comm_overlap_time": min(max(backward_end - first, 0), compute) if first else 0,
+        }
+
+    def stamps(self) -> dict[str, int]:
+        """When the parts of the last step began and ended, in nanoseconds since the epoch."""
+        row = self._row
+        times = {
+            "forward_compute_time_start": row[Column.FORWARD_START],
+            "backward_compute_time_start": row[Column.BACKWARD_START],
+            "backward_compute_time_end": row[Column.BACKWARD_END],
+            "backward_comm_time_start": self._first_launch(),
+            "backward_comm_time_end": row[Column.LANDED],
+        }
+        return {key: stamp + _EPOCH for key, stamp in times.items()}
+
+    def _first_launch(self) -> int:
+        launches = self._row[_BUCKETS + BucketColumn.LAUNCH :: len(BucketColumn)]
+        return min(filter(None, launches), default=0)
+
+    def _close(self, now: int) -> list[int]:
+        """Put the row away, and begin another."""
+        row = self._row
+        row[Column.COUNT], self._counted = self._counted, 0
+        if self._chapters:
+            sums = sums_of(row, next_begin=now, communication=self.durations()["backward_comm_time"])
+            self._chapters[-1].ring.append(row, sums)
+        self._row = [0] * len(row)
+        self._has_ended = False
+        return self._row
+
+    def _turn_over(self, plan: Plan) -> None:
+        """Begin a chapter of rows of another width, or of other buckets."""
+        if self._about is None:
+            self._about = self._make_about()
+        number = self._chapters[-1].number + 1 if self._chapters else 0
+        self._chapters.append(Chapter(self._about, plan, number, unit=self.unit, folder=self._folder))
+        if len(self._chapters) > _MOST_CHAPTERS:
+            self._chapters.pop(0).remove()
+        self._row[_BUCKETS:] = [0] * (width(len(plan.buckets)) - _BUCKETS)
+
+
+def optimizer_began() -> None:
+    """An optimizer's step began: for every wrapper, of which few have just ended a step."""
+    now = time.monotonic_ns()
+    for recorder in list(_recorders):
+        if recorder._has_ended and not recorder._row[Column.OPTIMIZER_START]:
+            recorder._row[Column.OPTIMIZER_START] = now
+
+
+def optimizer_ended() -> None:
+    """An optimizer's step has ended."""
+    now = time.monotonic_ns()
+    for recorder in list(_recorders):
+        if recorder._has_ended:
+            recorder._row[Column.OPTIMIZER_END] = now
+
+
+def folder_from_environment() -> Path | None:
+    """Where records are to be kept."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return Path(folder) if folder else None
+
+
+@atexit.register
+def _close_all() -> None:
+    for recorder in list(_recorders):
+        recorder.close()
