@@ -29,7 +29,9 @@ from paceline.module_state.broadcast import broadcast_state
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
 from paceline.observe.environment import log_environment
+from paceline.observe.record import describer
 from paceline.options import CapOptions, Transport, buffer_options, strict_mode
+from paceline.recording.recorder import Recorder
 from paceline.reducer.autograd_hooks import current_backward, during_backward, mark
 from paceline.reducer.planner import Planner
 from paceline.reducer.reducer import Reducer
@@ -174,12 +176,15 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._syncs_now():
             self._stats.begin_forward()
+        if torch.is_grad_enabled():
+            self.recorder.forward_began()
         if self._join_config.enable:
             self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
+            self.recorder.buffers_synced()
         if self.device_ids:
             inputs, kwargs = tree.map_leaves(self._send, (inputs, kwargs))
         return inputs, kwargs
@@ -204,6 +209,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         synced = self._syncs_now()
         self.require_forward_param_sync = synced
         if torch.is_grad_enabled():
+            self.recorder.forward_ended()
             self.reducer.expected |= synced
             begins = functools.partial(_begin_backward, weakref.ref(self.reducer), synced=synced)
             if (context := rpc.current_context()) is not None:
@@ -219,6 +225,11 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, synced: bool) -> None:
         self.reducer.syncs = synced
+
+    @property
+    def recorder(self) -> Recorder:
+        """What each step's parts took on this rank; ``recorder.write(folder)`` for ``paceline report``."""
+        return self.reducer.recorder
 
     def _syncs_now(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -401,6 +412,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             self._buffers_in_module,
             as_views=self.gradient_as_bucket_view,
             strict=self._limits(trainable) if self._strict else None,
+            about=describer(self.module, self._slots.slots, caps=self._caps.sizes, device=self.device),
             precision=self._lower_precision(),
         )
         if self.mixed_precision is not None:

@@ -67,6 +67,11 @@ class Group:
         return distributed.get_process_group_ranks(self.process_group)
 
     @property
+    def world(self) -> int:
+        """How many processes there are in all."""
+        return distributed.get_world_size()
+
+    @property
     def timeout(self) -> timedelta:
         """How long ranks wait for each other."""
         timeout: timedelta = self._options._timeout

@@ -4,21 +4,19 @@ In a folder it is two files: ``rank0-wrapper0-plan0.json`` says what it is of, a
 of the same name that ends in ``.rows``.
 """
 
-import itertools
 import json
 import os
 import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.recording.ring import Ring
 from paceline.recording.rows import VERSION, width
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class About:
     device: str
     first_cap: int
     cap: int
-    wrapper: int = field(default_factory=_numbers.__next__)
+    wrapper: int
 
 
 class Chapter:

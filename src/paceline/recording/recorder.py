@@ -8,7 +8,6 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 from paceline.recording.chapter import About, Chapter, Plan
@@ -28,32 +27,35 @@ class Recorder:
     """Stamps what happens.
 
     Args:
-        about: what it is of; asked for when there is something to record.
         folder: where to keep it; in memory if None.
 
     Attributes:
         unit: what ``count`` counts.
     """
 
-    def __init__(self, about: Callable[[], About], folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.unit = "samples"
-        self._make_about = about
-        self._about: About | None = None
         self._folder = folder
         self._chapters: list[Chapter] = []
-        self._plan: Plan | None = None
-        self._row = [0] * width(0)
+        self._next: tuple[Plan, About] | None = None
+        self._row = self._last = [0] * width(0)
         self._has_ended = False
         self._counted = 0
         _recorders.add(self)
 
-    def follow(self, plan: Plan) -> None:
-        """Rows are of another plan from now on."""
-        self._plan = plan
+    def follow(self, plan: Plan, about: About) -> None:
+        """Steps are of another plan, or among other ranks, from now on."""
+        self._next = plan, about
 
     def count(self, number: int, unit: str | None = None) -> None:
-        """So many samples went through the step at hand; or tokens, or whatever the unit says."""
-        self._counted += number
+        """So many samples go through the step at hand; or tokens, or whatever the unit says.
+
+        Between an optimizer's step and the next forward, they are the next step's.
+        """
+        if self._has_ended:
+            self._counted += number
+        else:
+            self._row[Column.COUNT] += number
         if unit is not None and unit != self.unit:
             self.unit = unit
             if self._chapters:
@@ -84,9 +86,9 @@ class Recorder:
         now = time.monotonic_ns()
         if self._has_ended:  # a second backward over one forward
             self._close(now)
-        if self._plan is not None:
-            self._turn_over(self._plan)
-            self._plan = None
+        if self._next is not None:
+            self._turn_over(*self._next)
+            self._next = None
         row = self._row
         row[Column.STEP] = step
         row[Column.BACKWARD_START] = now
@@ -102,10 +104,9 @@ class Recorder:
         """A bucket left."""
         self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.LAUNCH] = time.monotonic_ns()
 
-    def done(self, bucket: int, *, since: int | None = None) -> None:
-        """A bucket is back; it may be known that it was so at an earlier time."""
-        now = time.monotonic_ns() if since is None else since
-        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.DONE] = now
+    def done(self, bucket: int) -> None:
+        """A bucket is back."""
+        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.DONE] = time.monotonic_ns()
 
     def backward_ended(self) -> None:
         """The last gradient was there."""
@@ -129,6 +130,9 @@ class Recorder:
         for chapter in self._chapters:
             chapter.write(folder)
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """No more belongs to the step at hand."""
         if self._has_ended:
@@ -136,52 +140,56 @@ class Recorder:
 
     def durations(self) -> dict[str, int]:
         """Of the last step: nanoseconds of forward, backward, communication, and of the last two at once."""
-        row, first = self._row, self._first_launch()
-        backward_start, backward_end = row[Column.BACKWARD_START], row[Column.BACKWARD_END]
+        row = self._row if self._has_ended else self._last
+        backward_start, backward_end, launch = (
+            row[Column.BACKWARD_START],
+            row[Column.BACKWARD_END],
+            _launch(row),
+        )
         compute = backward_end - backward_start
         return {
             "forward_compute_time": max(backward_start - row[Column.FORWARD_START], 0),
             "backward_compute_time": compute,
-            "backward_comm_time": max(row[Column.LANDED] - first, 0) if first else 0,
-            "backward_compute_comm_overlap_time": min(max(backward_end - first, 0), compute) if first else 0,
+            "backward_comm_time": max(row[Column.LANDED] - launch, 0),
+            "backward_compute_comm_overlap_time": min(max(backward_end - launch, 0), compute),
         }
 
     def stamps(self) -> dict[str, int]:
         """When the parts of the last step began and ended, in nanoseconds since the epoch."""
-        row = self._row
+        row = self._row if self._has_ended else self._last
         times = {
             "forward_compute_time_start": row[Column.FORWARD_START],
             "backward_compute_time_start": row[Column.BACKWARD_START],
             "backward_compute_time_end": row[Column.BACKWARD_END],
-            "backward_comm_time_start": self._first_launch(),
+            "backward_comm_time_start": _launch(row),
             "backward_comm_time_end": row[Column.LANDED],
         }
         return {key: stamp + _EPOCH for key, stamp in times.items()}
 
-    def _first_launch(self) -> int:
-        launches = self._row[_BUCKETS + BucketColumn.LAUNCH :: len(BucketColumn)]
-        return min(filter(None, launches), default=0)
-
     def _close(self, now: int) -> list[int]:
         """Put the row away, and begin another."""
         row = self._row
-        row[Column.COUNT], self._counted = self._counted, 0
         if self._chapters:
             sums = sums_of(row, next_begin=now, communication=self.durations()["backward_comm_time"])
             self._chapters[-1].ring.append(row, sums)
-        self._row = [0] * len(row)
+        self._last, self._row = row, [0] * len(row)
+        self._row[Column.COUNT], self._counted = self._counted, 0
         self._has_ended = False
         return self._row
 
-    def _turn_over(self, plan: Plan) -> None:
+    def _turn_over(self, plan: Plan, about: About) -> None:
         """Begin a chapter of rows of another width, or of other buckets."""
-        if self._about is None:
-            self._about = self._make_about()
         number = self._chapters[-1].number + 1 if self._chapters else 0
-        self._chapters.append(Chapter(self._about, plan, number, unit=self.unit, folder=self._folder))
+        self._chapters.append(Chapter(about, plan, number, unit=self.unit, folder=self._folder))
         if len(self._chapters) > _MOST_CHAPTERS:
             self._chapters.pop(0).remove()
         self._row[_BUCKETS:] = [0] * (width(len(plan.buckets)) - _BUCKETS)
+
+
+def _launch(row: list[int]) -> int:
+    """When the first bucket left; the end of communication if none did."""
+    launches = row[_BUCKETS + BucketColumn.LAUNCH :: len(BucketColumn)]
+    return min(filter(None, launches), default=row[Column.LANDED])
 
 
 def optimizer_began() -> None:

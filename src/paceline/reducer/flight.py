@@ -20,9 +20,9 @@ from paceline.errors import (
     StepError,
 )
 from paceline.hooks.exchange import Bucket, Exchange
+from paceline.recording.recorder import Recorder
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
-from paceline.reducer.times import Times
 from paceline.reducer.waybill import RAISED, Outcome, Report, Summary
 
 # So many seconds the others are waited for by a rank that has an exception to raise.
@@ -41,7 +41,7 @@ class Flight:
         exchange: how they are averaged.
         group: among whom.
         step: the step's number, for errors.
-        times: where launches and landings are stamped.
+        recorder: stamps launches and landings.
 
     Attributes:
         pending: launched buckets, by number.
@@ -54,13 +54,13 @@ class Flight:
         exchange: Exchange,
         group: Group,
         step: int,
-        times: Times,
+        recorder: Recorder,
     ) -> None:
         self._fleet = fleet
         self._exchange = exchange
         self._group = group
         self._step = step
-        self._times = times
+        self._recorder = recorder
         self._outcome = Outcome.FINE
         self.broken: str | None = None
         self._deadline = math.inf
@@ -77,7 +77,7 @@ class Flight:
 
     def launch(self, number: int, report: Callable[[], Report] = Report) -> None:
         """Send a full bucket; the report is asked for if it is the one that carries the waybill."""
-        self._times.launched()
+        self._recorder.launched(number)
         bucket = self._fleet.buckets[number]
         is_carrier = number == self._fleet.plan.carrier
         if is_carrier and self._exchange.carries_waybill:
@@ -147,6 +147,7 @@ class Flight:
             bucket = self._fleet.buckets[number]
             try:
                 self._land(bucket, number, pending)
+                self._recorder.done(number)
                 if hand_out:
                     bucket.hand_out()
             except BrokenHookError:
@@ -162,7 +163,7 @@ class Flight:
         if not self._exchange.carries_waybill:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
             self._exchange_waybill(report)
-        self._times.landed()
+        self._recorder.landed()
         return self._fleet.waybill.read(self._fleet.tail)
 
     def average(self, bucket: Bucket, number: int) -> None:

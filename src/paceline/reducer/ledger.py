@@ -16,6 +16,7 @@ class Ledger:
         used: a 1 for each slot that has a gradient to give.
         order: slots in the order in which they became ready.
         late: buckets that got a gradient after they had left.
+        closing: the slot that made each full bucket full.
         steady: whether every step so far used the same slots.
     """
 
@@ -38,6 +39,7 @@ class Ledger:
         self.used = bytearray(accumulated)
         self.order: list[int] = []
         self.late: set[int] = set()
+        self.closing: dict[int, int] = {}
         self._extra: set[int] = set()
 
     def mark(self, slots: Iterable[int]) -> list[int]:
@@ -57,6 +59,7 @@ class Ledger:
                 unready[bucket] -= 1
                 if not unready[bucket]:
                     full.append(bucket)
+                    self.closing[bucket] = slot
         return full
 
     def ready(self, slots: Iterable[int]) -> list[int]:

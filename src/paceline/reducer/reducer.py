@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.buckets.plan import Plan as BucketPlan
 from paceline.buckets.plan import Slot
 from paceline.comm.group import Group
 from paceline.errors import StepError, UnsupportedError
@@ -24,6 +25,9 @@ from paceline.hooks.exchange import Average, Exchange
 from paceline.hooks.in_backward import InBackward
 from paceline.module_state.buffers import ModuleBuffers
 from paceline.module_state.precision import Precision
+from paceline.recording.chapter import About, Bucket, Plan
+from paceline.recording.recorder import Recorder, folder_from_environment
+from paceline.recording.rows import Kind
 from paceline.reducer.accumulation import Accumulation
 from paceline.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
 from paceline.reducer.fleet import Fleet
@@ -35,7 +39,6 @@ from paceline.reducer.planner import Planner
 from paceline.reducer.remote_grads import RemoteGrads
 from paceline.reducer.step import BATCH, Means, Step
 from paceline.reducer.strict import Strict
-from paceline.reducer.times import Times
 from paceline.reducer.waybill import Outcome, Summary, Waybill
 from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
@@ -59,6 +62,7 @@ class Reducer:
         buffers: the module's buffers; each step tells the ranks whether anyone's have changed.
         as_views: whether gradients are views of the buckets' storage.
         strict: raises where torch's reducer raises.
+        about: what a recording of the wrapper is of.
         precision: what lowers the parameters for forward and backward, if anything does.
 
     Attributes:
@@ -69,8 +73,8 @@ class Reducer:
         expected: whether a forward was called since the last backward of the lane.
         lane: the reducers of the group, which take turns.
         step: how many steps there were.
+        recorder: stamps what happens.
         summary: what the ranks said of the last step.
-        times: when what happened in the last step.
         error: the last error in words.
         remote: watches distributed autograd.
         trainable_at_wrap: slots that the first plan covers; torch's figures count them alone.
@@ -86,6 +90,7 @@ class Reducer:
         *,
         as_views: bool,
         strict: Strict | None,
+        about: Callable[[Group], About],
         precision: Precision | None = None,
     ) -> None:
         self.slots = slots
@@ -102,7 +107,8 @@ class Reducer:
         self.weighs = True
         self.step = 0
         self.summary: Summary | None = None
-        self.times = Times()
+        self.recorder = Recorder(folder_from_environment())
+        self._about = about
         self.error: str | None = None
         self._buffers = buffers
         self._as_views = as_views
@@ -356,6 +362,7 @@ class Reducer:
                     self._learn(self._current.finalise())
                 if self._lend is not _nothing_lent:
                     self._accumulation.slots = accumulated
+                self.recorder.ended(Kind.SHADOW if self._current.flight.is_shadow else Kind.ORDINARY)
             except BaseException:
                 self.drop()
                 raise
@@ -395,6 +402,7 @@ class Reducer:
         # What is in flight still reads and writes the storage.
         self._given_up = None if self._step is None else self._step.flight
         self.group.finish_behind()
+        self.recorder.ended(Kind.LOST)
         for bucket in self.fleet.buckets:
             bucket.reset()
         for slot in self.planner.order:
@@ -440,13 +448,19 @@ class Reducer:
             group=self.group,
             weights=self._accumulation.weights,
             buffers=self._buffers,
-            times=self.times,
+            recorder=self.recorder,
             outside=self.planner.outside(),
             as_views=self._as_views,
             skips_unused=self.strict is not None and self.strict.skips_unused,
         )
+        self.recorder.follow(self._described(plan), self._about(self.group))
         self._unwatched = set(self.planner.order)
         self._watch()
+
+    def _described(self, plan: BucketPlan) -> Plan:
+        sizes = [sum(self.slots[slot].nbytes for slot in members) for members in plan.buckets]
+        buckets = [Bucket(members, size) for members, size in zip(plan.buckets, sizes, strict=True)]
+        return Plan(buckets, self.exchange.name)
 
     def _watch(self) -> None:
         """Put hooks on the planned parameters; on one that is frozen on this rank as soon as it is thawed."""

@@ -34,12 +34,10 @@ class Stats:
         if self._iteration and (self._iteration <= _FIRST_SAMPLED or self._iteration % self.sample_rate == 0):
             self._sample()
         self._iteration += 1
-        self._reducer.times.forward_began()
 
     def _sample(self) -> None:
         reducer = self._reducer
-        times = reducer.times
-        durations = times.durations()
+        durations = reducer.recorder.durations()
         self._samples += 1
         for key in _AVERAGED:
             self._sums[key] += durations[key]
@@ -47,11 +45,7 @@ class Stats:
             "iteration": self._iteration,
             **durations,
             **{f"avg_{key}": total // self._samples for key, total in self._sums.items()},
-            "forward_compute_time_start": times.forward_start,
-            "backward_compute_time_start": times.backward_start,
-            "backward_compute_time_end": times.backward_end,
-            "backward_comm_time_start": times.comm_start,
-            "backward_comm_time_end": times.comm_end,
+            **reducer.recorder.stamps(),
             **self._layout(),
         }
 

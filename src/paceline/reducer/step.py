@@ -16,12 +16,12 @@ import torch
 from paceline.comm.group import Group
 from paceline.hooks.exchange import Bucket, Exchange
 from paceline.module_state.buffers import ModuleBuffers
+from paceline.recording.recorder import Recorder
 from paceline.reducer import verdict
 from paceline.reducer.fleet import Fleet
 from paceline.reducer.flight import Flight
 from paceline.reducer.ledger import Ledger, Schedule
 from paceline.reducer.settlement import Settlement
-from paceline.reducer.times import Times
 from paceline.reducer.waybill import Report, Summary
 from paceline.reducer.weights import Weights
 from paceline.tensors.dtensor import Trained
@@ -42,7 +42,7 @@ class Means:
         group: among whom.
         weights: what contributions count.
         buffers: the module's buffers; a step tells the ranks whether anyone's have changed.
-        times: when what happened.
+        recorder: stamps what happens.
         outside: slots that the plan does not cover.
         as_views: whether gradients are views of the buckets' storage.
         skips_unused: whether a bucket that this rank did not use is left out, as torch does when asked.
@@ -55,7 +55,7 @@ class Means:
     group: Group
     weights: Weights
     buffers: ModuleBuffers
-    times: Times
+    recorder: Recorder
     outside: Sequence[int]
     as_views: bool
     skips_unused: bool
@@ -86,14 +86,14 @@ class Step:
         self._patient = patient
         self._untaken: list[int] = []
         self._schedule = Schedule(len(means.fleet.buckets), hold=hold)
-        self.flight = Flight(means.fleet, means.exchange, means.group, number, means.times)
+        self.flight = Flight(means.fleet, means.exchange, means.group, number, means.recorder)
         means.ledger.begin(accumulated)
         self._used = means.ledger.used
 
     def begin(self) -> None:
         """Get ready for the first gradient."""
         means = self._means
-        means.times.backward_began()
+        means.recorder.backward_began(self._number)
         for bucket in means.fleet.buckets:
             bucket.begin()
         self.flight.begin(means.weights.total, self._ranks)
@@ -118,7 +118,7 @@ class Step:
     def finalise(self) -> Summary:
         """Backward has ended: send the rest, and average; returns what the ranks said of the step."""
         means = self._means
-        means.times.backward_ended()
+        means.recorder.backward_ended()
         self._send_rest()
         again = {number: self._second(number) for number in means.ledger.late}
         mistake = self.flight.land_all(hand_out=not self._weighed)
@@ -142,6 +142,7 @@ class Step:
         full = self._means.ledger.mark(arrived)
         self._take(prompt)
         for bucket in full:
+            self._means.recorder.ready(bucket, self._means.ledger.closing[bucket])
             self._schedule.release(bucket)
         if full or self._means.exchange.serial:
             self._send_off()
