@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import RecordingError
 from paceline.recording import ring as rings
 from paceline.recording.chapter import About, Bucket, Plan
-from paceline.recording.reader import Chapter, read
+from paceline.recording.reader import Chapter, latest, read
 from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
 from paceline.recording.ring import Ring
 from paceline.recording.rows import VERSION, BucketColumn, Column, Kind, Sum, sums_of, width
@@ -124,6 +124,9 @@ def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
     assert {sums[Sum.STEPS] for sums in chapter.sums[:-1]} == {256}
     assert [sums[Sum.FIRST] for sums in chapter.sums] == list(range(0, steps, 256))
     assert {sums[Sum.LONGEST] for sums in chapter.sums} == {7}
+    for rows in (5, steps % len(kept) + 5):  # the second of them begin at the end of the file
+        [newest] = latest(tmp_path, rows=rows)
+        assert [row[Column.STEP] for row in newest.rows] == list(range(steps - rows, steps))
 
 
 def test_a_killed_rank_leaves_what_it_had_recorded(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Reads recordings back."""
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import RecordingError
 from paceline.recording.ring import MAGIC, Head
@@ -66,45 +67,76 @@ def read(folder: Path) -> list[Chapter]:
     return sorted(chapters, key=lambda each: (each.rank, each.wrapper, each.plan))
 
 
-def read_chapter(path: Path) -> Chapter:
-    """One of them, by the path of its description."""
+def latest(folder: Path, *, rows: int) -> list[Chapter]:
+    """Of each rank and wrapper the plan in force: its last rows, without sums; quick, and while they run."""
+    newest: dict[tuple[str, str], tuple[int, Path]] = {}
+    for path in folder.glob("rank*.json"):
+        if found := _NAME.fullmatch(path.name):
+            rank, wrapper, plan = found.groups()
+            newest[rank, wrapper] = max(newest.get((rank, wrapper), (-1, path)), (int(plan), path))
+    return [read_chapter(path, rows=rows) for _, path in newest.values()]
+
+
+def read_chapter(path: Path, *, rows: int | None = None) -> Chapter:
+    """One of them, by the path of its description; or only its last rows."""
     try:
         about = json.loads(path.read_text())
         version = about["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordingError(f"this is not what a rank has written ({path}: {error})") from error
     if version != VERSION:
         raise RecordingError(
             f"the recording is of another version of paceline (its: {version}, this one reads: {VERSION}, "
             f"file: {path})"
         )
-    rows = path.with_suffix(".rows")
+    data = path.with_suffix(".rows")
     try:
-        return _chapter(about, rows)
+        with data.open("rb") as file:
+            return _chapter(about, _Cells(file), rows)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise RecordingError(f"the recording is damaged ({rows}: {error})") from error
+        raise RecordingError(f"the recording is damaged ({data}: {error})") from error
 
 
-def _chapter(about: dict[str, Any], path: Path) -> Chapter:
-    cells = array("q")
-    content = path.read_bytes()
-    if len(content) % cells.itemsize or len(content) < len(Head) * cells.itemsize:
-        raise ValueError(f"it is cut off after {len(content)} bytes")
-    cells.frombytes(content)
-    head = cells[: len(Head)]
+class _Cells:
+    """The numbers in a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = os.fstat(file.fileno()).st_size
+
+    def __getitem__(self, part: slice) -> list[int]:
+        cells = array("q")
+        start, end = 8 * part.start, 8 * part.stop
+        content = os.pread(self._file.fileno(), end - start, start)
+        if len(content) < end - start:
+            raise ValueError(f"it is cut off after {self.nbytes} bytes")
+        cells.frombytes(content)
+        return cells.tolist()
+
+
+def _chapter(about: dict[str, Any], cells: _Cells, most: int | None) -> Chapter:
+    head = cells[0 : len(Head)]
     if head[Head.MAGIC] != MAGIC or head[Head.VERSION] != VERSION:
         raise ValueError("it does not begin as it should")
     columns, capacity, written = head[Head.COLUMNS], head[Head.CAPACITY], head[Head.ROWS]
     sums_at = len(Head) + capacity * columns
-    if columns != width(len(about["buckets"])) or len(cells) != sums_at + head[Head.SUM_CAPACITY] * len(Sum):
-        raise ValueError(f"it is cut off, or of another plan ({len(content)} bytes)")
-    rows = [
-        cells[start : start + columns].tolist()
-        for number in range(max(0, written - capacity), written)
-        for start in [len(Head) + number % capacity * columns]
-    ]
-    sums = [
-        cells[start : start + len(Sum)].tolist()
-        for start in range(sums_at, sums_at + head[Head.SUMS] * len(Sum), len(Sum))
-    ]
+    wanted = 8 * (sums_at + head[Head.SUM_CAPACITY] * len(Sum))
+    if columns != width(len(about["buckets"])) or cells.nbytes != wanted:
+        raise ValueError(f"it is cut off, or of another plan ({cells.nbytes} bytes)")
+    first = max(0, written - (capacity if most is None else min(most, capacity)))
+    rows = _cut(cells, len(Head), columns, [number % capacity for number in range(first, written)])
+    sums = _cut(cells, sums_at, len(Sum), range(head[Head.SUMS] if most is None else 0))
     return Chapter(about, rows, sums, written)
+
+
+def _cut(cells: _Cells, start: int, width: int, places: Sequence[int]) -> list[list[int]]:
+    """The pieces of a part of the file at these places, which run on or begin anew once."""
+    if not places:
+        return []
+    wrap = places.index(0) if 0 in places else 0
+    pieces = []
+    for run in (places[:wrap], places[wrap:]):
+        if run:
+            flat = cells[start + run[0] * width : start + (run[-1] + 1) * width]
+            pieces += [flat[at : at + width] for at in range(0, len(flat), width)]
+    return pieces

@@ -1,0 +1,107 @@
+"""How a run goes while it runs: read from the ranks' recordings, of which this process is not one."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import RecordingError
+from paceline.recording.reader import Chapter, latest
+from paceline.recording.rows import BucketColumn, Column, Kind
+
+# So many steps the figures are of.
+WINDOW = 32
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The last steps of a run.
+
+    Attributes:
+        step: the last step that every rank has ended.
+        steps_a_second: the median rate.
+        count_a_second: samples, or whatever is counted, of all ranks; None if nothing is.
+        unit: what is counted.
+        hidden: the share of communication that went on during backward; None if there was none.
+        slowest: the rank that came to the end of backward last most often.
+        behind: by so many seconds, in the median, it was later than the first.
+    """
+
+    step: int
+    steps_a_second: float
+    count_a_second: float | None
+    unit: str
+    hidden: float | None
+    slowest: int
+    behind: float
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step:,}", f"{self.steps_a_second:,.3g} steps/s"]
+        if self.count_a_second is not None:
+            parts.append(f"{self.count_a_second:,.0f} {self.unit}/s")
+        if self.hidden is not None:
+            parts.append(f"{self.hidden:.0%} of communication hidden")
+        if self.behind:
+            parts.append(f"rank {self.slowest} last, by {self.behind * 1e3:.3g} ms")
+        return ", ".join(parts)
+
+
+def look(folder: Path) -> Pace | None:
+    """The pace of the run that is recorded in a folder; None if there is nothing to tell yet."""
+    try:
+        return pace(latest(folder, rows=WINDOW + 1))
+    except RecordingError:  # a rank is just beginning its file
+        return None
+
+
+def pace(chapters: Sequence[Chapter]) -> Pace | None:
+    """The same of the chapters that are being written: of the wrapper that has come farthest."""
+    by_wrapper: dict[int, list[Chapter]] = {}
+    for chapter in chapters:
+        by_wrapper.setdefault(chapter.wrapper, []).append(chapter)
+    wrappers = [_pace(same) for same in by_wrapper.values()]
+    return max(filter(None, wrappers), key=lambda each: each.step, default=None)
+
+
+def _pace(chapters: Sequence[Chapter]) -> Pace | None:
+    ranks = {
+        chapter.rank: {row[Column.STEP]: row for row in chapter.rows if row[Column.KIND] == Kind.ORDINARY}
+        for chapter in chapters
+    }
+    steps = sorted(set.intersection(*(set(rows) for rows in ranks.values())))
+    if len(steps) < 2:
+        return None
+    begins = [statistics.median(rows[step][Column.BEGIN] for rows in ranks.values()) for step in steps]
+    seconds = [(later - begin) / 1e9 for begin, later in itertools.pairwise(begins)]
+    counted = sum(rows[step][Column.COUNT] for rows in ranks.values() for step in steps[:-1])
+    slowest, behind = _slowest(ranks, steps)
+    return Pace(
+        step=steps[-1],
+        steps_a_second=1 / statistics.median(seconds),
+        count_a_second=counted / sum(seconds) if counted else None,
+        unit=str(chapters[0].about["unit"]),
+        hidden=_hidden(rows[step] for rows in ranks.values() for step in steps),
+        slowest=slowest,
+        behind=behind,
+    )
+
+
+def _slowest(ranks: Mapping[int, Mapping[int, Sequence[int]]], steps: Sequence[int]) -> tuple[int, float]:
+    """Who came last in most steps, and by how much; where ranks have one clock."""
+    arrivals = [{rank: rows[step][Column.BACKWARD_END] for rank, rows in ranks.items()} for step in steps]
+    last = [max(arrived, key=arrived.__getitem__) for arrived in arrivals]
+    slowest = max(ranks, key=last.count)
+    behind = [arrived[slowest] - min(arrived.values()) for arrived in arrivals]
+    return slowest, statistics.median(behind) / 1e9
+
+
+def _hidden(rows: Iterable[Sequence[int]]) -> float | None:
+    """The share of communication that ended before backward did."""
+    hidden = total = 0
+    for row in rows:
+        launches = row[len(Column) + BucketColumn.LAUNCH :: len(BucketColumn)]
+        launch = min(filter(None, launches), default=row[Column.LANDED])
+        total += row[Column.LANDED] - launch
+        hidden += max(0, row[Column.BACKWARD_END] - launch)
+    return hidden / total if total > 0 else None
