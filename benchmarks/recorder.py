@@ -1,0 +1,142 @@
+"""What the recorder costs a training step, on two ranks.
+
+python benchmarks/recorder.py [--models NAME ...] [--rounds N] [--quick] [--json FILE]
+
+Two figures a model. The step with the recorder over the step of a wrapper whose recorder does nothing, turn
+by turn in one run: on a noisy machine its spread is wider than what is looked for. So also the recorder by
+itself: the calls that a step of that model makes, timed alone, over the median step.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from ddp import WARMUPS, make_batch, make_module, stepper
+from measure import Row, ratio, report, samples, slowest, timing
+from models import MODELS
+
+import paceline
+from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
+from paceline.testing import run_ranks
+
+WORLD = 2
+TIMEOUT_SECONDS = 3600.0
+TARGET = 0.01
+RECORDED, SILENT = "paceline", "without a recorder"
+# Calls of a step, timed many times over.
+REPEATS = 2000
+FIVE = ("tiny-layers", "transformer", "mlp", "conv", "parameters-5000")
+
+
+class Silent(Recorder):
+    """Does nothing in a step."""
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+STEPWISE = (
+    "forward_began",
+    "buffers_synced",
+    "forward_ended",
+    "backward_began",
+    "ready",
+    "launched",
+    "done",
+    "backward_ended",
+    "landed",
+    "ended",
+)
+for _name in STEPWISE:
+    setattr(Silent, _name, _nothing)
+
+
+def wrap(name: str, side: str) -> paceline.DistributedDataParallel:
+    recorder = Recorder if side == RECORDED else Silent
+    with mock.patch("paceline.reducer.reducer.Recorder", recorder):
+        return paceline.DistributedDataParallel(make_module(name))
+
+
+def measure_on_rank(rank: int, name: str, rounds: int, calls: int, folder: str) -> dict[str, list[float]]:
+    """Seconds a step on either side, and of the recorder alone, a value a round."""
+    with mock.patch.dict("os.environ", {"PACELINE_RECORD": folder}):
+        wrapped = {side: wrap(name, side) for side in (RECORDED, SILENT)}
+    batch = make_batch(rank, name)
+    steps = {side: stepper(module, batch) for side, module in wrapped.items()}
+    seconds = samples(steps, rounds=rounds, calls=calls, warmups=WARMUPS, before=dist.barrier)
+    alone = stamper(wrapped[RECORDED])
+    dist.barrier()
+    seconds["alone"] = [_seconds(alone) for _ in range(max(3, rounds // 4))]
+    del wrapped, steps, alone
+    gc.collect()
+    return seconds
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    return (time.perf_counter() - start) / REPEATS
+
+
+def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
+    """What the recorder of this wrapper does in one step."""
+    recorder, buckets = ddp.recorder, range(len(ddp.reducer.fleet.buckets))
+
+    def stamp() -> None:
+        recorder.forward_began()
+        recorder.buffers_synced()
+        recorder.forward_ended()
+        recorder.backward_began(0)
+        for bucket in buckets:
+            recorder.ready(bucket, 0)
+            recorder.launched(bucket)
+        recorder.backward_ended()
+        for bucket in buckets:
+            recorder.done(bucket)
+        recorder.landed()
+        recorder.ended()
+        optimizer_began()
+        optimizer_ended()
+
+    return stamp
+
+
+def rows(name: str, seconds: Mapping[str, Sequence[float]]) -> list[Row]:
+    what = f"step of {MODELS[name].what}"
+    timings = {side: timing(values) for side, values in seconds.items()}
+    value, (low, high) = ratio(seconds[RECORDED], seconds[SILENT])
+    alone = timings["alone"].median / timings[SILENT].median
+    return [
+        Row(what, timings, "recorded / not, less 1", value - 1, None, spread=(low - 1, high - 1)),
+        Row(what, timings, "the recorder's own calls / step", alone, TARGET),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the recorder.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=FIVE, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="4 rounds, to see that all works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    arguments = parser.parse_args()
+    found: list[Row] = []
+    for name in arguments.models:
+        print(f"timing {MODELS[name].what}", file=sys.stderr)
+        rounds, calls = (4, 1) if arguments.quick else (arguments.rounds, MODELS[name].steps)
+        with tempfile.TemporaryDirectory() as folder:
+            args = (name, rounds, calls, folder)
+            ranks = run_ranks(measure_on_rank, WORLD, args=args, timeout=TIMEOUT_SECONDS)
+        found += rows(name, slowest(ranks))
+    report(f"What the recorder costs, {WORLD} ranks of one thread each", found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
