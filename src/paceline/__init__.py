@@ -1,7 +1,7 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
 from paceline import hooks
-from paceline.comm.shm import backend as _backend
+from paceline.comm.backend import process_group as _backend
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (

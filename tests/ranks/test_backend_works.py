@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from paceline.comm.backend.work import Attendant
 from paceline.comm.shm.segment import PAGE, Segment
-from paceline.comm.shm.work import Attendant
 from paceline.errors import (
     ClosedGroupError,
     LateRankError,

@@ -101,7 +101,7 @@ class Group:
         return None if counterparts is None else Group(self._open(counterparts))
 
     def _counterparts(self, near: Neighbours) -> list[int] | None:
-        if len(near.hosts) == 1 or near.rank >= near.carriers:
+        if len(near.hosts) == 1 or near.rank >= near.couriers:
             return None
         return [host[near.rank] for host in near.hosts]
 

@@ -33,7 +33,7 @@ from paceline.hooks.round import Round
 _LEAD = 1 << 16
 
 
-class Carriers:
+class Couriers:
     """Who carries which slot, the same on every rank.
 
     Args:
@@ -43,20 +43,20 @@ class Carriers:
     def __init__(self, count: int) -> None:
         self._loads = [0] * count
         self._current = 0
-        self._carrier: dict[int, int] = {}
+        self._courier: dict[int, int] = {}
 
     def of(self, slots: Sequence[Slot]) -> list[int]:
-        """Each slot's carrier; new slots go to one that has little."""
+        """Each slot's courier; new slots go to one that has little."""
         return [self._of(slot) for slot in slots]
 
     def _of(self, slot: Slot) -> int:
-        if slot.index not in self._carrier:
+        if slot.index not in self._courier:
             least = min(self._loads)
             if self._loads[self._current] - least > _LEAD:
                 self._current = self._loads.index(least)
             self._loads[self._current] += slot.numel
-            self._carrier[slot.index] = self._current
-        return self._carrier[slot.index]
+            self._courier[slot.index] = self._current
+        return self._courier[slot.index]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BetweenHosts:
             hook.meet(self._counterparts)
         # The hook averages over the hosts, which may have more ranks and less.
         self._factor = shared.hosts / group.size
-        self._carriers = Carriers(shared.carriers)
+        self._couriers = Couriers(shared.couriers)
         self._parts: WeakKeyDictionary[DenseBucket, Part] = WeakKeyDictionary()
         self._summing: deque[Crossing] = deque()
         self._weight: Pending | None = None
@@ -166,11 +166,11 @@ class BetweenHosts:
         runs: list[Run] = []
         width = 2 if bucket.gradients.is_complex() else 1
         offset = 0
-        for place, (slot, carrier) in enumerate(
-            zip(bucket.slots, self._carriers.of(bucket.slots), strict=True)
+        for place, (slot, courier) in enumerate(
+            zip(bucket.slots, self._couriers.of(bucket.slots), strict=True)
         ):
             end = offset + width * slot.numel
-            if carrier == self._shared.rank:
+            if courier == self._shared.rank:
                 own.append(place)
                 first = runs.pop()[0] if runs and runs[-1][1] == offset else offset
                 runs.append((first, end))

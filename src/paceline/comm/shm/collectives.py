@@ -37,7 +37,7 @@ class ReduceInPlace(Collective):
         op: combines one into another.
         name: what the op is called.
         carry: combines with other hosts, if there are any.
-        carriers: how many ranks have a slice; all if None.
+        couriers: how many ranks have a slice; all if None.
     """
 
     awaits_done = True
@@ -50,14 +50,14 @@ class ReduceInPlace(Collective):
         name: str,
         *,
         carry: Carry | None = None,
-        carriers: int | None = None,
+        couriers: int | None = None,
     ) -> None:
         self._flat = tensor.view(-1)
         self._op = op
         self._carry = carry
         self._rank = channel.rank
         self._size = channel.size
-        self._carriers = carriers or channel.size
+        self._couriers = couriers or channel.size
         self._step = PIECE_BYTES // tensor.itemsize
         self.text = f"all_reduce {name} in place {tensor.numel()} {tensor.dtype}"
         self.pieces = _pieces(tensor.numel(), self._step)
@@ -73,7 +73,7 @@ class ReduceInPlace(Collective):
 
     def meet(self, piece: int, areas: Areas) -> Pending | None:
         """Combine a slice of all into this rank's."""
-        if self._rank >= self._carriers:
+        if self._rank >= self._couriers:
             return None
         mine, *others = self._slices(piece, areas)
         for theirs in others:
@@ -82,7 +82,7 @@ class ReduceInPlace(Collective):
 
     def spread(self, piece: int, areas: Areas) -> None:
         """Give everyone the result."""
-        if self._rank < self._carriers:
+        if self._rank < self._couriers:
             mine, *others = self._slices(piece, areas)
             for theirs in others:
                 theirs.copy_(mine)
@@ -97,7 +97,7 @@ class ReduceInPlace(Collective):
     def _slices(self, piece: int, areas: Areas) -> list[Tensor]:
         """This rank's slice of its own part, and of the others'."""
         length = self.nbytes(piece, self._rank) // self._flat.itemsize
-        share = -(-length // self._carriers)
+        share = -(-length // self._couriers)
         cut = min(length, self._rank * share), min(length, (self._rank + 1) * share)
         ranks = [self._rank, *(rank for rank in range(self._size) if rank != self._rank)]
         return [areas.of(rank, self._flat.dtype, cut) for rank in ranks]

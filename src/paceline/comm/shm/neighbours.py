@@ -49,7 +49,7 @@ class Neighbours:
     Attributes:
         ranks: this host's ranks.
         rank: which of them this one is.
-        carriers: so many ranks of each host have counterparts, of the same number, on all others.
+        couriers: so many ranks of each host have counterparts, of the same number, on all others.
         arena: this rank's part of the memory.
     """
 
@@ -57,7 +57,7 @@ class Neighbours:
         self.hosts = hosts
         [self.ranks] = [ranks for ranks in hosts if rank in ranks]
         self.rank = self.ranks.index(rank)
-        self.carriers = min(map(len, hosts))
+        self.couriers = min(map(len, hosts))
         self.arena = Arena(segment, self.rank)
         self._segment = segment
         self._life = Life(segment, self.rank)

@@ -42,13 +42,13 @@ class SharedMemory:
 
     Attributes:
         hosts: how many hosts there are.
-        carriers: how many ranks of each host have counterparts.
+        couriers: how many ranks of each host have counterparts.
         rank: this rank's number on its host.
     """
 
     def __init__(self, channel: Channel, near: Neighbours, across: Across | None) -> None:
         self.hosts = len(near.hosts)
-        self.carriers = near.carriers
+        self.couriers = near.couriers
         self.rank = channel.rank
         self._channel = channel
         self._near = near
@@ -74,13 +74,13 @@ class SharedMemory:
             "sum",
             carry=None if self._across is None else self._across.all_reduce,
             # What is small is not cut: each part would be a message.
-            carriers=1 if self.hosts > 1 and tensor.nbytes <= _UNCUT_BYTES else self._slices,
+            couriers=1 if self.hosts > 1 and tensor.nbytes <= _UNCUT_BYTES else self._slices,
         )
         return SharedPending(channel, channel.launch(reduce), tensor)
 
     @property
     def _slices(self) -> int:
-        return self._channel.size if self.hosts == 1 else self.carriers
+        return self._channel.size if self.hosts == 1 else self.couriers
 
     def all_reduce_inside(self, tensor: Tensor) -> Pending:
         """Begin to add up a small tensor over the ranks of this host, in place."""

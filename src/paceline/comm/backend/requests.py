@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.backend.reductions import Reduction, operand
+from paceline.comm.backend.uneven import UnevenAllToAll
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Collective
 from paceline.comm.shm.collectives import (
@@ -25,8 +27,6 @@ from paceline.comm.shm.collectives import (
     adds_up_alone,
     as_bytes,
 )
-from paceline.comm.shm.reductions import Reduction, operand
-from paceline.comm.shm.uneven import UnevenAllToAll
 from paceline.errors import ShapeError
 
 

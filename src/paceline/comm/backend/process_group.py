@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
-from paceline.comm.shm import neighbours, requests
-from paceline.comm.shm.arguments import is_plain, listed, nested, options_of
+from paceline.comm.backend import requests
+from paceline.comm.backend.arguments import is_plain, listed, nested, options_of
+from paceline.comm.backend.reductions import Reduction
+from paceline.comm.backend.work import Attendant
+from paceline.comm.shm import neighbours
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.reductions import Reduction
 from paceline.comm.shm.segment import PAGE
-from paceline.comm.shm.work import Attendant
 
 NAME = "paceline"
 c10d: Any = distributed_c10d  # what it declares of its classes is not all that they have

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.shm.arguments import memory_of
+from paceline.comm.backend.arguments import memory_of
+from paceline.comm.backend.requests import Request
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
-from paceline.comm.shm.requests import Request
 from paceline.errors import ClosedGroupError, LateRankError
 
 # Makes a request for a channel.

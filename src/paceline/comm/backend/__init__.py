@@ -1,0 +1,1 @@
+"""The c10d backend "paceline": torch.distributed's collectives in shared memory."""
