@@ -89,6 +89,7 @@ def _seconds(call: Callable[[], None]) -> float:
 def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
     """What the recorder of this wrapper does in one step."""
     recorder, buckets = ddp.recorder, range(len(ddp.reducer.fleet.buckets))
+    first = [id(next(ddp.parameters()))]
 
     def stamp() -> None:
         recorder.forward_began()
@@ -103,8 +104,8 @@ def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
             recorder.done(bucket)
         recorder.landed()
         recorder.ended()
-        optimizer_began()
-        optimizer_ended()
+        optimizer_began(first)
+        optimizer_ended(first)
 
     return stamp
 

@@ -66,12 +66,14 @@ def run(recorder: Recorder, steps: int) -> None:
             recorder.done(bucket)
         recorder.landed()
         recorder.ended()
-        optimizer_began()
-        optimizer_ended()
+        optimizer_began([7])
+        optimizer_ended([7])
+        optimizer_began([8])  # another module's
+        optimizer_ended([8])
 
 
 def recorded(folder: Path, steps: int) -> Chapter:
-    recorder = Recorder(folder)
+    recorder = Recorder([7], folder)
     recorder.follow(PLAN, about())
     run(recorder, steps)
     recorder.close()
@@ -139,7 +141,7 @@ def test_a_killed_rank_leaves_what_it_had_recorded(tmp_path: Path) -> None:
 
 
 def record_and_die(folder: Path) -> None:
-    recorder = Recorder(folder)
+    recorder = Recorder([7], folder)
     recorder.follow(PLAN, about())
     run(recorder, 100)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -147,7 +149,7 @@ def record_and_die(folder: Path) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_accumulating_forwards_second_backwards_and_lost_steps(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = Recorder([7], tmp_path)
     recorder.follow(PLAN, about())
     for _ in range(3):
         recorder.forward_began()
@@ -169,7 +171,7 @@ def test_accumulating_forwards_second_backwards_and_lost_steps(tmp_path: Path) -
 
 
 def test_another_plan_begins_a_chapter_and_of_many_the_last_are_kept(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = Recorder([7], tmp_path)
     for buckets in range(1, 13):
         recorder.follow(Plan([Bucket([0], 40)] * buckets, "the average"), about())
         recorder.forward_began()
@@ -198,7 +200,7 @@ def test_without_room_steps_are_kept_in_memory(tmp_path: Path, monkeypatch: pyte
         raise OSError("no space left on device")
 
     monkeypatch.setattr(rings.os, "posix_fallocate", full)
-    recorder = Recorder(tmp_path)
+    recorder = Recorder([7], tmp_path)
     recorder.follow(PLAN, about())
     with pytest.warns(RuntimeWarning, match=r"steps are not recorded in .*no space left"):
         run(recorder, 3)

@@ -8,6 +8,7 @@ import atexit
 import os
 import time
 import weakref
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.recording.chapter import About, Chapter, Plan
@@ -27,13 +28,15 @@ class Recorder:
     """Stamps what happens.
 
     Args:
+        parameters: the ids of what is trained, by which its optimizers are known.
         folder: where to keep it; in memory if None.
 
     Attributes:
         unit: what ``count`` counts.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, parameters: Iterable[int] = (), folder: Path | None = None) -> None:
+        self._parameters = frozenset(parameters)
         self.unit = "samples"
         self._folder = folder
         self._chapters: list[Chapter] = []
@@ -192,20 +195,27 @@ def _launch(row: list[int]) -> int:
     return min(filter(None, launches), default=row[Column.LANDED])
 
 
-def optimizer_began() -> None:
-    """An optimizer's step began: for every wrapper, of which few have just ended a step."""
+def optimizer_began(parameters: Sequence[int]) -> None:
+    """An optimizer's step began; these are some of its parameters."""
     now = time.monotonic_ns()
-    for recorder in list(_recorders):
-        if recorder._has_ended and not recorder._row[Column.OPTIMIZER_START]:
-            recorder._row[Column.OPTIMIZER_START] = now
+    for recorder in _stepped(parameters):
+        recorder._row[Column.OPTIMIZER_START] = recorder._row[Column.OPTIMIZER_START] or now
 
 
-def optimizer_ended() -> None:
+def optimizer_ended(parameters: Sequence[int]) -> None:
     """An optimizer's step has ended."""
     now = time.monotonic_ns()
-    for recorder in list(_recorders):
-        if recorder._has_ended:
-            recorder._row[Column.OPTIMIZER_END] = now
+    for recorder in _stepped(parameters):
+        recorder._row[Column.OPTIMIZER_END] = now
+
+
+def _stepped(parameters: Sequence[int]) -> "list[Recorder]":
+    """The recorders to whose last step an optimizer's step belongs."""
+    return [
+        recorder
+        for recorder in list(_recorders)
+        if recorder._has_ended and not recorder._parameters.isdisjoint(parameters)
+    ]
 
 
 def folder_from_environment() -> Path | None:

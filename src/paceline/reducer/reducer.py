@@ -107,7 +107,7 @@ class Reducer:
         self.weighs = True
         self.step = 0
         self.summary: Summary | None = None
-        self.recorder = Recorder(folder_from_environment())
+        self.recorder = Recorder(map(id, self._whole), folder_from_environment())
         self._about = about
         self.error: str | None = None
         self._buffers = buffers
