@@ -1,0 +1,150 @@
+"""The ranks of this host as their agent sees them started: their streams, their folder, their end."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import to_map
+
+from paceline.launching import processes
+from paceline.launching.console import Sink, Source
+from paceline.launching.failures import Failure, was_ended
+from paceline.launching.output import Output, Stream
+from paceline.launching.worker import FOLDER
+
+
+class Streams(LogsSpecs):
+    """Gives each rank pipes to print to, and the environment that is ours to give."""
+
+    def __init__(
+        self,
+        folder: Path,
+        output: Output,
+        sinks: tuple[Sink, Sink],
+        *,
+        log_dir: Path | None,
+        environment: Mapping[str, str],
+        only_logged: Std | dict[int, Std],
+        shown_ranks: set[int] | None,
+    ) -> None:
+        super().__init__(str(log_dir) if log_dir else None, only_logged, Std.NONE, shown_ranks)
+        self.folder = folder
+        self._output = output
+        self._sinks = sinks
+        self._environment = environment
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where output is kept, as torch's agent asks for it."""
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The pipes of ranks that are about to be started, whose environment is ``envs``."""
+        attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
+        self.folder = self.folder.with_name(attempt)
+        self.folder.mkdir(exist_ok=True)
+        only_logged = to_map(self._redirects, len(envs))
+        destination = LogsDest()
+        for local, environment in envs.items():
+            environment.update(self._environment, **{FOLDER: str(self.folder)})
+            errors = str(self.folder / f"{environment['RANK']}.error")
+            destination.error_files[local] = environment["TORCHELASTIC_ERROR_FILE"] = errors
+            hidden = only_logged[local]
+            is_shown = not self._local_ranks_filter or local in self._local_ranks_filter
+            streams = (
+                (destination.stdouts, "stdout", self._sinks[0], Std.OUT),
+                (destination.stderrs, "stderr", self._sinks[1], Std.ERR),
+            )
+            for paths, name, sink, std in streams:
+                paths[local] = self._open(environment, name, sink, is_shown=is_shown and std not in hidden)
+        return destination
+
+    def _open(self, environment: Mapping[str, str], name: str, sink: Sink, *, is_shown: bool) -> str:
+        rank = int(environment["RANK"])
+        pipe = self.folder / f"{rank}.{name}"
+        log = self._log(rank, name, attempt=self.folder.name)
+        self._output.add(Stream(pipe, Source(rank, sink), log=log, is_shown=is_shown))
+        return str(pipe)
+
+    def _log(self, rank: int, name: str, *, attempt: str) -> Path | None:
+        if self._root_log_dir is None:
+            return None
+        folder = Path(self._root_log_dir) / f"rank-{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / (f"{name}.log" if attempt == "0" else f"{name}.{attempt}.log")
+
+
+class Ranks:
+    """The processes of one attempt, by rank, and what is known of their end."""
+
+    def __init__(self, output: Output, folder: Callable[[], Path], *, adopts_all: bool) -> None:
+        self._output = output
+        self._folder = folder
+        self._adopted_by = os.getpid() if adopts_all else None
+        self._sessions: set[int] = set()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended_at: dict[int, float] = {}
+        self._asked_at: float | None = None
+
+    def started(self, running: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
+        """A new attempt's processes, each the leader of its session."""
+        self._running, self._ended_at, self._asked_at = dict(running), {}, None
+        for rank, process in running.items():
+            self._sessions.add(process.pid)
+            self._output.when_ended(process.pid, lambda rank=rank: self._has_ended(rank))  # type: ignore[misc]
+
+    def asked_to_end(self) -> None:
+        """From now on, ranks may end because they are asked to."""
+        self._asked_at = self._asked_at or time.time()
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End all that ranks have started, and the ranks."""
+        processes.end(self._left, at_once=at_once)
+
+    def failures(self) -> list[Failure]:
+        """The ranks of the last attempt that did not end well."""
+        codes = {rank: process.poll() for rank, process in self._running.items()}
+        return [self._failure(rank, code) for rank, code in codes.items() if code]
+
+    def _left(self) -> set[int]:
+        # The folder of any attempt has the same parent, but each process knows its own attempt's.
+        mark = f"{FOLDER}={self._folder()}"
+        return processes.left_by(self._sessions, mark=mark, adopted_by=self._adopted_by)
+
+    def _has_ended(self, rank: int) -> None:
+        self._ended_at[rank] = time.time()
+
+    def _failure(self, rank: int, code: int) -> Failure:
+        note = self._note(rank)
+        at = note.get("time") or self._ended_at.get(rank) or time.time()
+        return Failure(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=self._running[rank].pid,
+            time=at,
+            exit_code=code,
+            kind=note.get("kind", ""),
+            message=note.get("message", ""),
+            trace=note.get("trace", "") or self._crash(rank),
+            roots=note.get("roots", ()),
+            was_ended=was_ended(code, at=at, asked_at=self._asked_at),
+        )
+
+    def _note(self, rank: int) -> dict[str, Any]:
+        try:
+            note: dict[str, Any] = json.loads((self._folder() / f"{rank}.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return note
+
+    def _crash(self, rank: int) -> str:
+        try:
+            return (self._folder() / f"{rank}.crash").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
