@@ -163,4 +163,4 @@ def _agent_words(error: Exception) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"paceline run: {text}", file=sys.stderr, flush=True)
+    print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -93,7 +93,11 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
     with signals, orphans_adopted(), _quiet():
         try:
             try:
-                _run(Agent(job, streams, ranks, signals, lambda text: output.say(sinks[1], text)))
+                _run(
+                    Agent(
+                        job, streams, ranks, signals, lambda text: output.say(sinks[1], f"paceline: {text}")
+                    )
+                )
             finally:
                 signals.hold()
         except SignalException:

@@ -51,7 +51,7 @@ class Failure:
     @property
     def is_traceback_wanted(self) -> bool:
         """Whether its traceback says more than how the process ended."""
-        return bool(self.trace) and self.kind not in ("SystemExit", "KeyboardInterrupt")
+        return self.kind not in ("", "SystemExit", "KeyboardInterrupt")
 
     @property
     def is_shown_whole(self) -> bool:
@@ -63,7 +63,7 @@ class Failure:
         if self.kind == "KeyboardInterrupt":
             return f"interrupted at {_place(self.trace)}"
         if self.was_ended:
-            return "was ended"
+            return "ended"
         if self.is_traceback_wanted:
             said = self.message.strip().partition("\n")[0]
             words = textwrap.shorten(f"{self.kind}: {said}" if said else self.kind, LONGEST_LINE)

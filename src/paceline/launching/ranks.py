@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
-from paceline.launching import processes
+from paceline.launching import processes, worker
 from paceline.launching.console import Sink, Source
 from paceline.launching.failures import Failure, was_ended
 from paceline.launching.output import Output, Stream
@@ -145,6 +145,7 @@ class Ranks:
 
     def _crash(self, rank: int) -> str:
         try:
-            return (self._folder() / f"{rank}.crash").read_text(errors="replace")
+            words = (self._folder() / f"{rank}.crash").read_text(errors="replace")
         except FileNotFoundError:
             return ""
+        return "".join(line for line in words.splitlines(keepends=True) if worker.__file__ not in line)

@@ -17,7 +17,7 @@ class Signals:
 
     def __init__(self, names: Sequence[str], end_now: Callable[[], None]) -> None:
         self.received: signal.Signals | None = None
-        self._handled = [signal.Signals[name.strip()] for name in names]
+        self._handled = [signal.Signals[name.strip()] for name in names if name.strip()]
         self._end_now = end_now
         self._before: dict[signal.Signals, Any] = {}
         self._may_raise = True
@@ -43,7 +43,12 @@ class Signals:
     def _install(self) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {signum: signal.signal(signum, self._receive) for signum in self._handled}
+        return {signum: signal.signal(signum, self._handler(signum)) for signum in self._handled}
+
+    def _handler(self, signum: signal.Signals) -> Any:
+        """What a signal does now. Of a hangup that nohup has had ignored, torch's agent would take notice."""
+        before = self._before.get(signum, signal.getsignal(signum))
+        return before if signum == signal.SIGHUP and before is signal.SIG_IGN else self._receive
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a handler's arguments
         is_first, self.received = self.received is None, self.received or signal.Signals(signum)

@@ -31,8 +31,16 @@ INTERRUPTED = 128 + signal.SIGINT
 # How long a rank that was asked to end may take to notice.
 NOTICE_SECONDS = 1.0
 LONGEST_MESSAGE = 100_000
+# Whose frames lead to the program, in a traceback.
+LEADING = {
+    __file__,
+    "<frozen runpy>",
+    "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+}
 
 _noticed = threading.Event()
+_forking = threading.local()
 
 
 def main() -> None:
@@ -120,7 +128,9 @@ def _end_when_asked() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _end)
-    os.register_at_fork(after_in_child=_be_ended_plainly)
+    os.register_at_fork(
+        before=_wait_with_ending, after_in_parent=_end_again, after_in_child=_be_ended_plainly
+    )
     threading.Thread(target=_end_by_force, args=(reader,), name="paceline-end", daemon=True).start()
 
 
@@ -129,11 +139,21 @@ def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a sign
     raise SystemExit(ENDED)
 
 
+def _wait_with_ending() -> None:
+    """A forked process has our pipe for a moment: a SIGTERM that it gets then must not be taken for ours."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _end_again() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _be_ended_plainly() -> None:
     """In a process that the script forks, SIGTERM means what it always means."""
     if signal.getsignal(signal.SIGTERM) is _end:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
+    _end_again()
 
 
 def _end_by_force(reader: int) -> None:
@@ -148,7 +168,7 @@ def _write_down_crashes() -> None:
     """Have the interpreter write where it was when a signal such as SIGSEGV ends it."""
     if folder := os.environ.get(FOLDER):
         file = (Path(folder) / f"{os.environ['RANK']}.crash").open("w")
-        faulthandler.enable(file)
+        faulthandler.enable(file, all_threads=False)
 
 
 def _show(error: BaseException) -> None:
@@ -214,11 +234,8 @@ def _before(error: BaseException) -> BaseException | None:
 
 def _below_this_file(error: BaseException) -> TracebackType | None:
     """The traceback without the frames that lead to the program."""
-    ours = {__file__, runpy.__spec__.origin, "<frozen runpy>"}
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours | {
-        "<frozen importlib._bootstrap_external>"
-    }:
+    while trace is not None and trace.tb_frame.f_code.co_filename in LEADING:
         trace = trace.tb_next
     return trace
 
