@@ -19,6 +19,7 @@ GONE = re.compile(
     r"connection (was likely )?(closed|reset|refused)|pair closure|broken pipe|failed to (recv|send)",
     re.IGNORECASE,
 )
+LIBRARY = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
 LONGEST_LINE = 200
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -79,11 +80,12 @@ def _is_of_others(root: Mapping[str, Any]) -> bool:
 
 
 def _place(trace: str) -> str:
-    """The innermost place that a traceback names."""
+    """The innermost place that a traceback names, in the program itself if it names one."""
     places = re.findall(r'File "([^"]+)", line (\d+)(?:, in (\S+))?', trace)
     if not places:
         return "an unknown place"
-    file, line, function = places[-1]
+    of_program = [place for place in places if not LIBRARY.search(place[0])]
+    file, line, function = (of_program or places)[-1]
     return f"{file}:{line}" + (f" in {function}" if function else "")
 
 
@@ -134,11 +136,12 @@ def verdict(failures: Iterable[Failure]) -> Verdict | None:
 
 
 def folded(failures: Iterable[Failure]) -> list[str]:
-    """A line for each thing that happened, with all ranks on which it did."""
-    told: dict[str, list[int]] = {}
+    """A line for each thing that happened, with all ranks on which it did; consequences by their kind."""
+    told: dict[str, list[Failure]] = {}
     for failure in failures:
-        told.setdefault(failure.in_a_line(), []).append(failure.rank)
-    return [f"{named(ranks)}: {words}" for words, ranks in told.items()]
+        is_folded = failure.is_consequence and failure.is_traceback_wanted and not failure.was_ended
+        told.setdefault(failure.kind if is_folded else failure.in_a_line(), []).append(failure)
+    return [f"{named(map(_rank, those))}: {those[0].in_a_line()}" for those in told.values()]
 
 
 def was_ended(exit_code: int, *, at: float, asked_at: float | None) -> bool:

@@ -94,11 +94,20 @@ def _run_call(path: str) -> None:
     sent = pickle.loads(Path(path).read_bytes())  # noqa: S301 - from the process that started this one
     sys.path[:] = sent["path"]
     main.__file__ = sent["main"]
+    fn, args, kwargs = pickle.loads(sent["call"])  # noqa: S301 - as above
+    result = _packed(fn(*args, **kwargs))
+    _save(Path(os.environ[FOLDER]) / f"{os.environ['RANK']}.result", result)
+
+
+def _packed(result: object) -> bytes:
     import cloudpickle
 
-    fn, args, kwargs = pickle.loads(sent["call"])  # noqa: S301 - as above
-    result = cloudpickle.dumps(fn(*args, **kwargs))
-    _save(Path(os.environ[FOLDER]) / f"{os.environ['RANK']}.result", result)
+    try:
+        packed: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        kind = type(result).__qualname__
+        raise TypeError(f"the result must be picklable, to be sent back (type: {kind}): {error}") from error
+    return packed
 
 
 RUNS: dict[str, Callable[[str], None]] = {
@@ -172,10 +181,16 @@ def _write_down_crashes() -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Leave the traceback to whoever started this rank, or else print it."""
-    if sys.excepthook is not sys.__excepthook__ or not _write_down(error):
+    """Leave the traceback to whoever started this rank, and tell a hook of the program's own."""
+    is_left = _write_down(error)
+    # torch puts one in place that prints the traceback with the rank's number.
+    is_programs = sys.excepthook is not sys.__excepthook__ and not _is_torchs(sys.excepthook)
+    if is_programs or not is_left:
         sys.excepthook(type(error), error, _below_this_file(error))
-        _write_down(error)
+
+
+def _is_torchs(hook: object) -> bool:
+    return getattr(hook, "__module__", "").partition(".")[0] == "torch"
 
 
 def _write_down(error: BaseException) -> bool:
