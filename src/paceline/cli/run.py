@@ -5,7 +5,9 @@ import os
 import sys
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from torch.distributed import run as torchrun
@@ -46,7 +48,7 @@ def run(arguments: tuple[str, ...]) -> None:
         _say(f"{ranks} ranks share {agent.cores()} cores: each gets one thread")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         ending = agent.run(job, Path(folder), stdout=sys.stdout, stderr=sys.stderr)
-    sys.exit(_tell(ending))
+    _leave(_tell(ending))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +101,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
         environment=environment,
         only_logged=_only_logged(options),
         shown_ranks=config.logs_specs._local_ranks_filter if config.logs_specs else None,
+        failed_seconds=_failed_seconds(options),
         adopts_all=True,
     )
 
@@ -135,6 +138,13 @@ def _choose_meeting_place(options: argparse.Namespace) -> None:
         options.master_port = 29500
 
 
+def _failed_seconds(options: argparse.Namespace) -> int:
+    """How long ranks may take to end when another has failed: as long as was said, or a moment."""
+    told = options.shutdown_timeout
+    told = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if told is None else told
+    return agent.FAILED_SECONDS if told is None else int(told)
+
+
 def _only_logged(options: argparse.Namespace) -> Std | dict[int, Std]:
     """Which streams torchrun's ``--redirects`` keeps from the screen."""
     return Std.from_str(options.redirects)
@@ -142,16 +152,27 @@ def _only_logged(options: argparse.Namespace) -> Std | dict[int, Std]:
 
 def _tell(ending: agent.Ending) -> int:
     """Say how it ended; the exit code."""
+    told = verdict(ending.failures)
     if ending.signal is not None:
-        _say("\n".join([f"ended by {ending.signal.name}", *folded(ending.failures)]))
+        is_real = told is not None and not told.first.is_consequence
+        words = [str(told)] if is_real else folded(ending.failures)
+        _say("\n".join([f"ended by {ending.signal.name}", *words]))
         return 128 + ending.signal
-    if (told := verdict(ending.failures)) is not None:
+    if told is not None:
         _say(str(told))
         return told.first.shell_code
     if ending.error is not None:
         _say(_agent_words(ending.error))
         return NOT_FOUND if isinstance(ending.error, FileNotFoundError) else 1
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: taking torch apart would take longer than ending all ranks did."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _agent_words(error: Exception) -> str:

@@ -24,8 +24,8 @@ from paceline.launching.processes import orphans_adopted
 from paceline.launching.ranks import Ranks, Streams
 from paceline.launching.signals import Signals
 
-# What ranks get to end when another one has failed; when a signal asked for it they get the agent's 30 s.
-FAILED_SECONDS = 5
+# What ranks get to end when another one has failed. When a signal asked for it they get the agent's 30 s.
+FAILED_SECONDS = 2
 # Their words on ranks that fail or are ended, which are told here otherwise.
 TALKERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
@@ -40,6 +40,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     only_logged: Std | dict[int, Std] = Std.NONE
     shown_ranks: set[int] | None = None
+    failed_seconds: int = FAILED_SECONDS
     # Whether this process has no children but ranks and theirs.
     adopts_all: bool = False
 
@@ -152,6 +153,7 @@ class Agent(LocalElasticAgent):
         self._ranks = ranks
         self._signals = signals
         self._say = say
+        self._failed_seconds = job.failed_seconds
 
     def leave(self) -> None:
         """Tell the other hosts' agents that this one is done."""
@@ -174,8 +176,11 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
         self._ranks.end()
-        if (told := verdict(self._ranks.failures())) is not None:
+        told = verdict(self._ranks.failures())
+        # Where hosts come or go, ranks are ended though none has failed.
+        if told is not None and not told.first.was_ended:
             self._say(f"{told}\nstarting the ranks again (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)
 
@@ -191,9 +196,9 @@ class Agent(LocalElasticAgent):
         """Have ranks that must end because one has failed do so soon; the agent would wait for 30 s."""
         close = context.close
 
-        def close_soon(death_sig: signal.Signals | None = None, timeout: int = FAILED_SECONDS) -> None:
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
             self._ranks.asked_to_end()
-            close(death_sig, timeout)
+            close(death_sig, self._failed_seconds if timeout is None else timeout)
 
         context.close = close_soon  # type: ignore[method-assign]
 

@@ -76,7 +76,9 @@ class Stream:
         if not self._is_shown:
             return
         for line in lines:
-            console.line(self._source, line)
+            is_new = not line or line != self._last_shown
+            if is_new or console.can_go_on(self._source):
+                console.line(self._source, line)
             self._last_shown = ""
 
 

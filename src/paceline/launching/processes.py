@@ -50,15 +50,15 @@ def table() -> dict[int, Process]:
     return processes
 
 
-def left_by(sessions: set[int], *, mark: str, adopted_by: int | None) -> set[int]:
+def left_by(sessions: set[int], *, mark: str, adopted_by: int | None, strangers: frozenset[int]) -> set[int]:
     """Running processes of ranks: in their sessions, with the mark in their environment, or below such.
 
-    Children of ``adopted_by`` count as well. Adopted orphans that have ended are taken off the table.
+    Children of ``adopted_by`` count as well. ``strangers``, which were there before the ranks, do not.
+    Adopted orphans that have ended are taken off the table.
     """
-    processes = table()
+    processes = {pid: process for pid, process in table().items() if pid not in strangers}
     found = {pid for pid, process in processes.items() if process.session in sessions or _has(pid, mark)}
     found |= {pid for pid, process in processes.items() if process.parent == adopted_by}
-    found.discard(os.getpid())
     while below := {pid for pid, process in processes.items() if process.parent in found} - found:
         found |= below
     for pid in found - sessions:

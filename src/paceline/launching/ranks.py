@@ -87,6 +87,7 @@ class Ranks:
         self._output = output
         self._folder = folder
         self._adopted_by = os.getpid() if adopts_all else None
+        self._strangers = frozenset(processes.table())
         self._sessions: set[int] = set()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended_at: dict[int, float] = {}
@@ -113,9 +114,10 @@ class Ranks:
         return [self._failure(rank, code) for rank, code in codes.items() if code]
 
     def _left(self) -> set[int]:
-        # The folder of any attempt has the same parent, but each process knows its own attempt's.
         mark = f"{FOLDER}={self._folder()}"
-        return processes.left_by(self._sessions, mark=mark, adopted_by=self._adopted_by)
+        return processes.left_by(
+            self._sessions, mark=mark, adopted_by=self._adopted_by, strangers=self._strangers
+        )
 
     def _has_ended(self, rank: int) -> None:
         self._ended_at[rank] = time.time()
