@@ -98,11 +98,12 @@ def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp
         (["-n", "0", "."], 2, "at least one rank is needed (ranks: 0)"),
         (["-n", "many", "."], 2, "many"),
         (["--no-python", "--patch", "true"], 2, "only Python can be patched"),
-        (["--duplicate-stdout-filters", "x", "."], 2, "use --log-dir"),
+        (["--duplicate-stdout-filters", "x", "."], 2, "use --log-dir (options: duplicate_stdout_filters)"),
+        (["--redirects", "3", "."], 2, "use --log-dir (options: redirects)"),
         (["--no-python", "./missing"], 127, "could not be started"),
         (["-m", "missing_module"], 1, "No module named missing_module"),
     ],
-    ids=["script", "no ranks", "not a number", "patch", "filters", "program", "module"],
+    ids=["script", "no ranks", "not a number", "patch", "filters", "redirects", "program", "module"],
 )
 def test_what_cannot_be_run_is_said(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
     ran = paceline("run", *arguments, folder=tmp_path)
@@ -189,12 +190,13 @@ def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path) -> Non
 
 
 def test_ranks_are_started_again_and_both_attempts_told(tmp_path: Path) -> None:
-    text = f"{PRELUDE}now = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(now)\nassert now == '1', 'first'"
-    options = ["-n", "1", "--max-restarts", "1", "--log-dir", "logs"]
+    text = f"{PRELUDE}now, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
+    text += "print(now)\nassert now == '1' or rank == '1', 'first'"
+    options = ["-n", "2", "--max-restarts", "1", "--log-dir", "logs", "--redirects", "1:1"]
     ran = paceline("run", *options, script(tmp_path, text), folder=tmp_path)
     assert (ran.code, ran.lines) == (0, ["[0] 0", "[0] 1"])
     assert ran.stderr.endswith("AssertionError: first\nstarting the ranks again (restarts left: 0)\n")
-    assert (tmp_path / "logs/rank-0/stdout.1.log").read_text() == "1\n"
+    assert [(tmp_path / f"logs/rank-{rank}/stdout.1.log").read_text() for rank in (0, 1)] == ["1\n"] * 2
 
 
 def test_a_script_spawns_and_forks_processes(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def _job(options: argparse.Namespace) -> agent.Job:
     """What the options ask for."""
     if left_out := [name for name in LEFT_OUT if getattr(options, name)]:
         raise ValueError(f"not done here: use --log-dir (options: {', '.join(left_out)})")
+    if options.redirects != "0" and not options.log_dir:
+        raise ValueError("what is not shown needs a place to be kept: use --log-dir (options: redirects)")
     ranks = torchrun.determine_local_world_size(options.nproc_per_node)
     if ranks < 1:
         raise ValueError(f"at least one rank is needed (ranks: {ranks})")

@@ -80,7 +80,7 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
     sinks = (Sink(stdout), Sink(stderr))
     output = Output()
     streams = Streams(
-        folder / "0",
+        folder,
         output,
         sinks,
         log_dir=job.log_dir,

@@ -34,10 +34,16 @@ class Streams(LogsSpecs):
         shown_ranks: set[int] | None,
     ) -> None:
         super().__init__(str(log_dir) if log_dir else None, only_logged, Std.NONE, shown_ranks)
-        self.folder = folder
+        self._folder = folder
+        self._attempt = -1
         self._output = output
         self._sinks = sinks
         self._environment = environment
+
+    @property
+    def folder(self) -> Path:
+        """Where the ranks that were started last write down what they have to tell."""
+        return self._folder / str(self._attempt)
 
     @property
     def root_log_dir(self) -> str:
@@ -46,38 +52,37 @@ class Streams(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The pipes of ranks that are about to be started, whose environment is ``envs``."""
-        attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
-        self.folder = self.folder.with_name(attempt)
-        self.folder.mkdir(exist_ok=True)
-        only_logged = to_map(self._redirects, len(envs))
+        # Counted here: the agent's count leaves out starts for hosts that come or go.
+        self._attempt += 1
+        self.folder.mkdir()
         destination = LogsDest()
         for local, environment in envs.items():
+            rank = int(environment["RANK"])
             environment.update(self._environment, **{FOLDER: str(self.folder)})
-            errors = str(self.folder / f"{environment['RANK']}.error")
+            errors = str(self.folder / f"{rank}.error")
             destination.error_files[local] = environment["TORCHELASTIC_ERROR_FILE"] = errors
-            hidden = only_logged[local]
-            is_shown = not self._local_ranks_filter or local in self._local_ranks_filter
-            streams = (
-                (destination.stdouts, "stdout", self._sinks[0], Std.OUT),
-                (destination.stderrs, "stderr", self._sinks[1], Std.ERR),
-            )
-            for paths, name, sink, std in streams:
-                paths[local] = self._open(environment, name, sink, is_shown=is_shown and std not in hidden)
+            shown = self._shown(local, len(envs))
+            destination.stdouts[local] = self._open(rank, "stdout", self._sinks[0], is_shown=Std.OUT in shown)
+            destination.stderrs[local] = self._open(rank, "stderr", self._sinks[1], is_shown=Std.ERR in shown)
         return destination
 
-    def _open(self, environment: Mapping[str, str], name: str, sink: Sink, *, is_shown: bool) -> str:
-        rank = int(environment["RANK"])
+    def _shown(self, local: int, ranks: int) -> Std:
+        """Which streams of a rank of this host go to the screen."""
+        if self._local_ranks_filter and local not in self._local_ranks_filter:
+            return Std.NONE
+        return Std.ALL & ~to_map(self._redirects, ranks)[local]
+
+    def _open(self, rank: int, name: str, sink: Sink, *, is_shown: bool) -> str:
         pipe = self.folder / f"{rank}.{name}"
-        log = self._log(rank, name, attempt=self.folder.name)
-        self._output.add(Stream(pipe, Source(rank, sink), log=log, is_shown=is_shown))
+        self._output.add(Stream(pipe, Source(rank, sink), log=self._log(rank, name), is_shown=is_shown))
         return str(pipe)
 
-    def _log(self, rank: int, name: str, *, attempt: str) -> Path | None:
+    def _log(self, rank: int, name: str) -> Path | None:
         if self._root_log_dir is None:
             return None
         folder = Path(self._root_log_dir) / f"rank-{rank}"
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / (f"{name}.log" if attempt == "0" else f"{name}.{attempt}.log")
+        return folder / (f"{name}.{self._attempt}.log" if self._attempt else f"{name}.log")
 
 
 class Ranks:
