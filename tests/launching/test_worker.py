@@ -65,3 +65,18 @@ def test_a_hook_of_the_scripts_own_is_told(tmp_path: Path) -> None:
         assert rank.communicate(timeout=SECONDS)[0] == "hook own\n"
     assert rank.returncode == 1
     assert json.loads((tmp_path / "0.json").read_text())["message"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(3), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("words"), 1),
+        (KeyboardInterrupt(), 130),
+        (OSError(), 1),
+    ],
+    ids=repr,
+)
+def test_a_note_has_the_exit_code_that_python_gives(error: BaseException, code: int) -> None:
+    assert worker.note(error)["code"] == code

@@ -129,6 +129,7 @@ class Ranks:
 
     def _failure(self, rank: int, code: int) -> Failure:
         note = self._note(rank)
+        code = note.get("code", code)
         at = note.get("time") or self._ended_at.get(rank) or time.time()
         return Failure(
             rank=rank,

@@ -62,7 +62,7 @@ def main() -> None:
             _write_down(exit_)
         raise
     except BaseException as error:
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        code = exit_code(error)
         _show(error)
     # Outside of the handler, so that what the error's frames hold is let go of first.
     sys.exit(code)
@@ -212,11 +212,20 @@ def note(error: BaseException) -> dict[str, Any]:
         "time": time.time(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        # The process may still be ended otherwise, before it has exited.
+        "code": exit_code(error),
         "kind": type(error).__qualname__,
         "message": _text(error),
         "trace": text[-LONGEST_MESSAGE:],
         "roots": [{"types": _types(root), "message": _text(root)} for root in _roots(error)],
     }
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that Python gives for what was raised, as a shell has it."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _text(error: BaseException) -> str:
