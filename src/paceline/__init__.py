@@ -13,6 +13,7 @@ from paceline.errors import (
     HookError,
     HookSignatureError,
     HookTypeError,
+    LaunchError,
     MismatchError,
     MissingKeyError,
     NothingError,
@@ -29,6 +30,7 @@ from paceline.errors import (
     WeightsError,
     WrapError,
 )
+from paceline.launching.function import launch
 from paceline.module_state.precision import MixedPrecision
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.replicas.parallel_apply import parallel_apply
@@ -50,6 +52,7 @@ __all__ = [
     "HookError",
     "HookSignatureError",
     "HookTypeError",
+    "LaunchError",
     "MismatchError",
     "MissingKeyError",
     "MixedPrecision",
@@ -70,6 +73,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "hooks",
+    "launch",
     "parallel_apply",
     "replicate",
     "scatter",

@@ -29,6 +29,7 @@
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── RecordingError (ValueError)          recorded steps that cannot be read
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
+    ├── LaunchError (RuntimeError)           a launched function failed on a rank; has its traceback
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
     └── RemoteError (RuntimeError)           in a RanksError: for what could not be carried over from a rank
@@ -160,6 +161,10 @@ class RecordingError(PacelineError, ValueError):
 
 class ShardError(PacelineError, RuntimeError):
     """Optimizer state is asked for where it is not."""
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """A launched function failed; the message names the rank that failed first, with its traceback."""
 
 
 class RanksError(PacelineError, ExceptionGroup[Exception]):

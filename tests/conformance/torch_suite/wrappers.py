@@ -4,12 +4,13 @@ The count is kept in files, so that it is there too when the rank crashed or was
 """
 
 import functools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.nn.parallel
+
+from paceline.launching.patching import replace_everywhere
 
 NAMES = ("torch", "paceline")
 
@@ -18,7 +19,7 @@ def put_in_place(name: str, *, rank: int, directory: Path) -> None:
     """Give the tests this wrapper, and count from now on how often each wrapper is built."""
     torchs = torch.nn.parallel.DistributedDataParallel
     if name == "paceline":
-        _replace_everywhere(torchs, _paceline())
+        replace_everywhere(torchs, _paceline())
     _count(torchs, _counter(directory, "torch", rank))
     if name == "paceline":
         _count(_paceline(), _counter(directory, "paceline", rank))
@@ -34,14 +35,6 @@ def _paceline() -> type:
     import paceline
 
     return paceline.DistributedDataParallel
-
-
-def _replace_everywhere(old: type, new: type) -> None:
-    """Rebind ``old``'s name in every module that has it, but for paceline's own, which may mean torch's."""
-    for module in [module for name, module in sys.modules.items() if not name.startswith("paceline")]:
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old:
-                setattr(module, name, new)
 
 
 def _counter(directory: Path, name: str, rank: int) -> Path:

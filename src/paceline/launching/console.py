@@ -1,0 +1,86 @@
+"""Lines of several ranks on one screen, none of them cut by another's."""
+
+import os
+from dataclasses import dataclass
+from typing import TextIO
+
+# Readable on dark and on light: green, blue, magenta, cyan, yellow, red.
+COLOURS = (32, 34, 35, 36, 33, 31)
+ERASE_LINE = "\r\x1b[K"
+
+
+class Sink:
+    """Where text ends up: the standard output or the standard error of whoever started the ranks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_terminal = stream.isatty()
+        self.has_colour = self.is_terminal and "NO_COLOR" not in os.environ
+        self.is_broken = False
+
+    def write(self, text: str) -> None:
+        """Write and show at once. When nobody reads any more the ranks go on, and their words are lost."""
+        if self.is_broken:
+            return
+        try:
+            self._stream.write(self._encodable(text))
+            self._stream.flush()
+        except BrokenPipeError:
+            self.is_broken = True
+
+    def _encodable(self, text: str) -> str:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return text.encode(encoding, "replace").decode(encoding)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One stream of one rank, and where it goes."""
+
+    rank: int
+    sink: Sink
+
+    @property
+    def prefix(self) -> str:
+        """What its lines begin with."""
+        label = f"[{self.rank}]"
+        if not self.sink.has_colour:
+            return f"{label} "
+        return f"\x1b[{COLOURS[self.rank % len(COLOURS)]}m{label}\x1b[0m "
+
+
+class Console:
+    """The screen: whole lines, and at most one line that its source may still go on with."""
+
+    def __init__(self) -> None:
+        self._open: Source | None = None
+        self._shown = ""
+
+    def line(self, source: Source, text: str) -> None:
+        """Show a whole line."""
+        self._go_on(source, text)
+        self.close_line()
+
+    def unfinished(self, source: Source, text: str) -> None:
+        """Show a line so far; it can be gone on with until another source has something to show."""
+        self._go_on(source, text)
+
+    def can_go_on(self, source: Source) -> bool:
+        """Whether the last line on the screen is an unfinished one of this source."""
+        return self._open is source
+
+    def close_line(self) -> None:
+        """Have whatever comes next begin a line."""
+        if self._open is not None:
+            self._open.sink.write("\n")
+        self._open, self._shown = None, ""
+
+    def _go_on(self, source: Source, text: str) -> None:
+        if self._open is source and text.startswith(self._shown):
+            source.sink.write(text[len(self._shown) :])
+        elif self._open is source and source.sink.is_terminal:
+            source.sink.write(f"{ERASE_LINE}{source.prefix}{text}")
+        else:
+            self.close_line()
+            source.sink.write(source.prefix + text)
+        self._open, self._shown = source, text

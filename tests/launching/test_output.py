@@ -1,0 +1,109 @@
+"""Lines of several ranks: whole, in order, and none lost."""
+
+import io
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.launching.console import Console, Sink, Source
+from paceline.launching.lines import LONGEST_LINE, Lines
+from paceline.launching.output import Output, Stream
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines", "unfinished"),
+    [
+        ([b"a\nb", b"c\n"], ["a", "bc"], ""),
+        ([b"dos\r", b"\n"], ["dos"], ""),
+        ([b"\r1%", b"\r2%", b"\r3%"], [], "3%"),
+        ([b"1%\r", b"2%\r"], [], "2%"),
+        ([b"\r1%\r2%\ndone\n"], ["2%", "done"], ""),
+        (["é".encode()[:1], "é".encode()[1:] + b"\n"], ["é"], ""),
+        ([b"\xff\n", b"\n"], ["�", ""], ""),
+        ([b"x" * (LONGEST_LINE + 1)], ["x" * (LONGEST_LINE + 1)], ""),
+    ],
+    ids=["pieces", "dos", "bar", "bar ahead", "bar done", "cut letter", "not text", "long"],
+)
+def test_a_stream_is_cut_into_lines(pieces: list[bytes], lines: list[str], unfinished: str) -> None:
+    stream = Lines()
+    assert [line for piece in pieces for line in stream.feed(piece)] == lines
+    assert stream.unfinished == unfinished
+    assert stream.feed(b"", final=True) == ([unfinished] if unfinished else [])
+
+
+def test_an_unfinished_line_is_gone_on_with_until_another_rank_speaks() -> None:
+    stream = io.StringIO()
+    sink = Sink(stream)
+    console, (zero, one) = Console(), (Source(0, sink), Source(1, sink))
+    console.unfinished(zero, "name? ")
+    console.line(zero, "name? me")
+    console.unfinished(zero, "half")
+    console.line(one, "other")
+    console.line(zero, "half and half")
+    assert stream.getvalue() == "[0] name? me\n[0] half\n[1] other\n[0] half and half\n"
+
+
+def test_terminals_get_colours_and_bars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    console, source = Console(), Source(0, Sink(stream))
+    for text in ("1%", "2%"):
+        console.unfinished(source, text)
+    assert stream.getvalue() == "\x1b[32m[0]\x1b[0m 1%\r\x1b[K\x1b[32m[0]\x1b[0m 2%"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Source(0, Sink(stream)).prefix == "[0] "
+
+
+def test_what_a_sink_cannot_encode_or_show_ends_no_run() -> None:
+    raw = io.BytesIO()
+    sink = Sink(io.TextIOWrapper(raw, encoding="ascii"))
+    sink.write("é\n")
+    assert raw.getvalue() == b"?\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = os.fdopen(writer, "w")
+    sink = Sink(broken)
+    sink.write("lost\n")
+    assert sink.is_broken
+    sink.write("lost too\n")
+    with pytest.raises(BrokenPipeError):
+        broken.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_output_shows_a_prompt_keeps_a_log_and_does_not_repeat_bars(tmp_path: Path) -> None:
+    shown, output = io.StringIO(), Output()
+    sink = Sink(shown)
+    pipes = [tmp_path / str(rank) for rank in (0, 1)]
+    for rank, pipe in enumerate(pipes):
+        output.add(Stream(pipe, Source(rank, sink), log=tmp_path / f"{rank}.log", is_shown=True))
+    with pipes[0].open("wb", buffering=0) as zero, pipes[1].open("wb", buffering=0) as one:
+        zero.write(b"name? ")
+        wait_until(lambda: shown.getvalue() == "[0] name? ")
+        for percent in range(100):
+            one.write(b"\r%d%%" % percent)
+        one.write(b"\nend")
+        zero.write(b"\n")
+    output.finish()
+    *lines, last = shown.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("[0]")] == ["[0] name? "]
+    assert last == "[1] end"
+    bars = [line for line in lines if "%" in line]
+    assert bars[-1] == "[1] 99%"
+    assert len(bars) <= 2
+    assert (tmp_path / "0.log").read_bytes() == b"name? \n"
+    assert (tmp_path / "1.log").read_bytes().startswith(b"\r0%\r1%")

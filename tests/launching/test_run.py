@@ -1,0 +1,223 @@
+"""``paceline run`` with scripts that do well and scripts that do not."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from running import paceline, script
+
+CORES = len(os.sched_getaffinity(0))
+FIRST = "if os.environ['RANK'] == '1':"
+PRELUDE = "import os, signal, subprocess, sys, time\n"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_run_a_script_as_python_would(tmp_path: Path) -> None:
+    text = f"""{PRELUDE}
+print(sys.argv, sys.path[0], __name__, os.environ["OMP_NUM_THREADS"], os.environ["PACELINE_RECORD"])
+print("torch" in sys.modules, "paceline" in sys.modules)
+print("to stderr", file=sys.stderr)
+import beside
+print("no end", end="")
+"""
+    (tmp_path / "beside.py").touch()
+    world = CORES + 1
+    options = ["-n", str(world), "--log-dir", "logs", "--nnodes", "1", "--record", "acts"]
+    ran = paceline("run", *options, script(tmp_path, text), "--flag", "-n", "7", folder=tmp_path)
+    said = [
+        f"['script.py', '--flag', '-n', '7'] {tmp_path} __main__ 1 {tmp_path}/acts",
+        "False False",
+        "no end",
+    ]
+    assert ran.code == 0
+    lines = [f"[{rank}] {line}" for rank in range(world) for line in said]
+    assert sorted(ran.lines) == sorted(lines)
+    assert sorted(ran.stderr.splitlines()) == sorted(
+        [
+            f"paceline: {world} ranks share {CORES} cores: each gets one thread",
+            *(f"[{rank}] to stderr" for rank in range(world)),
+        ]
+    )
+    for rank in range(world):
+        assert (tmp_path / f"logs/rank-{rank}/stdout.log").read_text() == "\n".join(said)
+        assert (tmp_path / f"logs/rank-{rank}/stderr.log").read_text() == "to stderr\n"
+    assert ran.left == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "rank 1 exited with code 3"),
+        ("os.kill(os.getpid(), 9)", 128 + 9, "rank 1 killed by SIGKILL: by somebody, or by the kernel"),
+        ("os.abort()", 128 + 6, '  File "script.py", line 5 in <module>'),
+        ("os.kill(os.getpid(), 15)", 128 + 15, "rank 1 exited with code 143"),
+        (
+            "import atexit; atexit.register(os.kill, os.getpid(), 15); 1 / 0",
+            1,
+            "ZeroDivisionError: division by zero",
+        ),
+    ],
+    ids=["exit", "kill", "crash", "end", "end after failure"],
+)
+def test_a_rank_that_ends_badly_gives_its_exit_code(ends: str, code: int, words: str, tmp_path: Path) -> None:
+    text = f"{PRELUDE}{FIRST}\n    time.sleep(0.3)\n    print('now')\n    {ends}\ntime.sleep(60)\n"
+    ran = paceline("run", script(tmp_path, text), folder=tmp_path)
+    assert ran.code == code
+    assert words in ran.stderr
+    assert ran.stderr.endswith("rank 0: ended\n")
+    assert ran.left == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x = = 1", 'File "script.py", line 1\n      x = = 1\n          ^\n  SyntaxError: invalid syntax'),
+        (
+            "try:\n    {}[3]\nexcept KeyError as e:\n    e.add_note('a note')\n    raise OSError from e",
+            "KeyError: 3\n  a note\n\n  The above exception was the direct cause",
+        ),
+    ],
+    ids=["syntax", "chain"],
+)
+def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp_path: Path) -> None:
+    ran = paceline("run", script(tmp_path, text), folder=tmp_path)
+    assert ran.code == 1
+    assert ran.stderr.count(shown) == 1
+    assert "worker.py" not in ran.stderr
+    assert ran.stderr.startswith("paceline: rank")
+    assert f"(host {socket.gethostname()}, pid " in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["missing.py"], 2, "there is no such script (script: missing.py"),
+        (["-n", "0", "."], 2, "at least one rank is needed (ranks: 0)"),
+        (["-n", "many", "."], 2, "many"),
+        (["--no-python", "--patch", "true"], 2, "only Python can be patched"),
+        (["--duplicate-stdout-filters", "x", "."], 2, "use --log-dir (options: duplicate_stdout_filters)"),
+        (["--redirects", "3", "."], 2, "use --log-dir (options: redirects)"),
+        (["--no-python", "./missing"], 127, "could not be started"),
+        (["-m", "missing_module"], 1, "No module named missing_module"),
+    ],
+    ids=["script", "no ranks", "not a number", "patch", "filters", "redirects", "program", "module"],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
+    ran = paceline("run", *arguments, folder=tmp_path)
+    assert (ran.code, ran.stdout, ran.left) == (code, "", [])
+    assert words in ran.stderr
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ran = paceline("run", "--master-port", port, script(tmp_path, ""), folder=tmp_path)
+    assert ran.code == 1
+    assert f"port: {port}" in ran.stderr
+    assert "the port is in use" in ran.stderr
+
+
+def test_nothing_that_ranks_start_is_left(tmp_path: Path) -> None:
+    text = f"""{PRELUDE}
+# One that ignores SIGTERM; one in a session and an environment of its own, whose parent has ended.
+stubborn = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60; sleep 60"])
+command = ["setsid", "env", "-i", "sh", "-c", "sleep 60 >/dev/null & echo $!"]
+print("children", stubborn.pid, subprocess.check_output(command, text=True).strip())
+"""
+    ran = paceline("run", script(tmp_path, text), folder=tmp_path)
+    pids = [int(pid) for line in ran.lines for pid in line.split()[2:]]
+    assert ran.code == 0
+    assert len(pids) == 4
+    assert ran.left == []
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+SAVES = f"""{PRELUDE}
+try:
+    print("up")
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("saved", os.environ["RANK"])
+    raise
+"""
+STUBBORN = f"""{PRELUDE}
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_IGN)
+print("up")
+time.sleep(60)
+"""
+EXITS = f"""{PRELUDE}
+import atexit
+atexit.register(lambda: print("exit handler"))
+print("up")
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
+    sends = [("[0] up", signal.SIGINT)]
+    ran = paceline("run", "-n", "1", script(tmp_path, SAVES), folder=tmp_path, sends=sends)
+    assert (ran.code, ran.left) == (130, [])
+    assert ran.lines == ["[0] up", "[0] saved 0"]
+    assert ran.stderr.endswith("ended by SIGINT\nrank 0: interrupted at script.py:5 in <module>\n")
+
+
+def test_ctrl_c_twice_ends_ranks_at_once(tmp_path: Path) -> None:
+    sends = [("[0] up", signal.SIGINT), ("once more ends them at once", signal.SIGINT)]
+    ran = paceline("run", "-n", "1", script(tmp_path, STUBBORN), folder=tmp_path, sends=sends)
+    assert (ran.code, ran.left) == (130, [])
+
+
+def test_sigterm_ends_ranks_through_their_exit_handlers(tmp_path: Path) -> None:
+    sends = [("[0] up", signal.SIGTERM)]
+    ran = paceline("run", "-n", "1", script(tmp_path, EXITS), folder=tmp_path, sends=sends)
+    assert (ran.code, ran.left) == (143, [])
+    assert ran.lines == ["[0] up", "[0] exit handler"]
+
+
+def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path) -> None:
+    # A loop in C, in which no signal reaches Python.
+    text = f"{PRELUDE}{FIRST}\n    time.sleep(0.5)\n    raise ValueError\nsum(range(10**12))"
+    ran = paceline("run", script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.left) == (1, [])
+    assert ran.stderr.endswith("ValueError\nrank 0: ended\n")
+
+
+def test_ranks_are_started_again_and_both_attempts_told(tmp_path: Path) -> None:
+    text = f"{PRELUDE}now, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
+    text += "print(now)\nassert now == '1' or rank == '1', 'first'"
+    options = ["-n", "2", "--max-restarts", "1", "--log-dir", "logs", "--redirects", "1:1"]
+    ran = paceline("run", *options, script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.lines) == (0, ["[0] 0", "[0] 1"])
+    assert "AssertionError: first\n" in ran.stderr
+    assert ran.stderr.endswith("starting the ranks again (restarts left: 0)\n")
+    assert [(tmp_path / f"logs/rank-{rank}/stdout.1.log").read_text() for rank in (0, 1)] == ["1\n"] * 2
+
+
+def test_a_script_spawns_and_forks_processes(tmp_path: Path) -> None:
+    text = f"""{PRELUDE}
+import multiprocessing
+def square(x):
+    return x * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(square, [3]))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join()
+    print(child.exitcode)
+"""
+    ran = paceline("run", "-n", "1", script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.lines) == (0, ["[0] [9]", "[0] -15"])

@@ -1,0 +1,82 @@
+"""What a rank does by itself, without whoever starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.launching import worker
+
+SECONDS = 20
+
+
+def start(folder: Path, text: str) -> "subprocess.Popen[str]":
+    (folder / "script.py").write_text(text)
+    command = [sys.executable, "-u", worker.__file__, "--script", "script.py"]
+    environment = os.environ | {"RANK": "0", worker.FOLDER: str(folder)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_rank_that_waits_in_c_is_ended_all_the_same(tmp_path: Path) -> None:
+    text = """
+import ctypes
+lock = ctypes.CDLL(None).pthread_mutex_lock
+mutex = ctypes.create_string_buffer(64)
+lock(mutex)
+print("up")
+lock(mutex)
+"""
+    with start(tmp_path, text) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "up\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(SECONDS) == worker.ENDED
+
+
+@pytest.mark.parametrize(
+    ("raises", "kinds"),
+    [
+        ("raise ValueError('own')", ["ValueError"]),
+        ("try:\n    1 / 0\nfinally:\n    raise ValueError", ["ZeroDivisionError"]),
+        ("raise ValueError from OSError()", ["OSError"]),
+        ("try:\n    1 / 0\nexcept Exception:\n    raise ValueError from None", ["ValueError"]),
+        ("raise ExceptionGroup('two', [ValueError(), KeyError()])", ["ValueError", "KeyError"]),
+        ("a = ValueError(); b = OSError(); a.__cause__ = b; b.__cause__ = a; raise a", ["OSError"]),
+    ],
+    ids=["plain", "context", "cause", "from none", "group", "circle"],
+)
+def test_a_note_says_what_an_error_began_with(raises: str, kinds: list[str]) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - any kind of error can be noted
+        exec(raises, {})
+    note = worker.note(raised.value)
+    assert [root["types"][0] for root in note["roots"]] == [f"builtins.{kind}" for kind in kinds]
+    assert json.loads(json.dumps(note)) == note
+
+
+def test_a_hook_of_the_scripts_own_is_told(tmp_path: Path) -> None:
+    text = (
+        "import sys\nsys.excepthook = lambda _, error, trace: print('hook', error)\nraise ValueError('own')"
+    )
+    with start(tmp_path, text) as rank:
+        assert rank.communicate(timeout=SECONDS)[0] == "hook own\n"
+    assert rank.returncode == 1
+    assert json.loads((tmp_path / "0.json").read_text())["message"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(3), 3),
+        (SystemExit(-1), 255),
+        (SystemExit("words"), 1),
+        (KeyboardInterrupt(), 130),
+        (OSError(), 1),
+    ],
+    ids=repr,
+)
+def test_a_note_has_the_exit_code_that_python_gives(error: BaseException, code: int) -> None:
+    assert worker.note(error)["code"] == code

@@ -1,0 +1,94 @@
+"""The command ``paceline`` in a process of its own, started from one that has imported torch already."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from paceline.testing import run_ranks
+
+MARK = "PACELINE_TEST_FOLDER"
+TIMEOUT = 40.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How the command ended, what it printed, and the processes that it left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    left: list[int]
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+
+def paceline(*arguments: str, folder: Path, sends: Sequence[tuple[str, signal.Signals]] = ()) -> Ran:
+    """Run ``paceline`` in ``folder``; each signal is sent once its text has appeared."""
+    [ran] = run_ranks(_in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=TIMEOUT)
+    assert isinstance(ran, Ran)
+    return ran
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return "script.py"
+
+
+def _in_rank(
+    _: int, arguments: Sequence[str], folder: Path, sends: Sequence[tuple[str, signal.Signals]]
+) -> Ran:
+    out, err = folder / "stdout", folder / "stderr"
+    pid = os.fork()
+    if pid == 0:
+        _be_the_command(arguments, folder, out, err)
+    for text, signum in sends:
+        _wait_for(text, out, err)
+        os.kill(pid, signum)
+    _, status = os.waitpid(pid, 0)
+    return Ran(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), _marked(str(folder)))
+
+
+def _be_the_command(arguments: Sequence[str], folder: Path, out: Path, err: Path) -> NoReturn:
+    code = 99
+    try:
+        os.chdir(folder)
+        os.environ[MARK] = str(folder)
+        os.environ.pop("OMP_NUM_THREADS", None)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        from paceline.cli.main import main
+
+        main(list(arguments), prog_name="paceline")
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 98
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait_for(text: str, *files: Path) -> None:
+    until = time.monotonic() + TIMEOUT / 2
+    while not any(file.exists() and text in file.read_text() for file in files):
+        assert time.monotonic() < until, f"{text!r} has not appeared"
+        time.sleep(0.02)
+
+
+def _marked(folder: str) -> list[int]:
+    """Processes of the command, other than this one."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                found += [int(entry.name)] if mark in (entry / "environ").read_bytes().split(b"\0") else []
+            except OSError:
+                continue
+    return found
