@@ -1,15 +1,17 @@
 # Two commands do all the set-up on a fresh machine with Python 3.11+, git and make:
-#   make demo    trains a small network with paceline and prints what it reached
+#   make demo    trains a small network on two ranks, and shows where the time went
 #   make test    runs every test
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DEMO   := build/demo
 
 .PHONY: demo test conformance torture check bench format clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
+	$(BIN)/paceline report $(DEMO)
 
 # Two at a time, because ranks mostly wait for each other; each file's tests stay together.
 test: $(READY)
@@ -44,4 +46,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,11 +11,20 @@ import pytest
 from paceline.launching.console import Console, Sink, Source
 from paceline.launching.lines import LONGEST_LINE, Lines
 from paceline.launching.output import Output, Stream
+from paceline.launching.status import Status
+from paceline.observe.live import Pace
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def pace(step: int) -> Pace:
+    return Pace(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
+
+
+SILENT = Status(Sink(io.StringIO()), lambda: None, lambda: 80)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_output_shows_a_prompt_keeps_a_log_and_does_not_repeat_bars(tmp_path: Path) -> None:
-    shown, output = io.StringIO(), Output()
+    shown, output = io.StringIO(), Output(SILENT)
     sink = Sink(shown)
     pipes = [tmp_path / str(rank) for rank in (0, 1)]
     for rank, pipe in enumerate(pipes):
@@ -107,3 +116,40 @@ def test_output_shows_a_prompt_keeps_a_log_and_does_not_repeat_bars(tmp_path: Pa
     assert len(bars) <= 2
     assert (tmp_path / "0.log").read_bytes() == b"name? \n"
     assert (tmp_path / "1.log").read_bytes().startswith(b"\r0%\r1%")
+
+
+def test_on_a_terminal_the_status_stays_below_what_ranks_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Terminal()
+    sink = Sink(screen)
+    console, source = Console(), Source(0, sink)
+    console.line(source, "before")
+    console.status(sink, "step 1")
+    console.status(sink, "step 2")
+    console.line(source, "after")
+    console.unfinished(source, "name? ")
+    console.status(sink, "step 3")  # which would be in its way
+    assert screen.getvalue() == "[0] before\n\r\x1b[Kstep 1\r\x1b[Kstep 2\r\x1b[K[0] after\n[0] name? "
+
+
+def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    steps = iter([None, pace(3), pace(3), pace(4)])
+    status = Status(Sink(Terminal()), lambda: next(steps), lambda: 31)
+    told = []
+    for now in (1.0, 1.1, 1.5, 2.0, 2.5):
+        monkeypatch.setattr("paceline.launching.status.time.monotonic", lambda now=now: now)
+        told.append(status.due())
+    assert told == [None, None, "step 3 · 12.5 steps/s · 800 r…", None, "step 4 · 12.5 steps/s · 800 r…"]
+
+
+def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter([pace(30), pace(99)])
+    status = Status(Sink(io.StringIO()), lambda: next(steps), lambda: 31)
+    told = []
+    for now in (1.0, 5.0, 11.5, 12.0):
+        monkeypatch.setattr("paceline.launching.status.time.monotonic", lambda now=now: now)
+        told.append(status.due())
+    line = "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication hidden, rank 1 last, by 4 ms"
+    assert told == [None, None, line.format(30), None]
+    assert status.last() == line.format(99)

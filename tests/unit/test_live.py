@@ -42,6 +42,14 @@ def test_the_figures_are_of_the_steps_that_all_ranks_have_ended() -> None:
     assert str(found) == ("step 9, 10 steps/s, 120 rows/s, 50% of communication hidden, rank 1 last, by 7 ms")
 
 
+def test_ranks_that_are_late_by_turns_are_not_named() -> None:
+    ranks = [[row(step, late=3 * (step % 2 == rank)) for step in range(8)] for rank in range(2)]
+    found = pace([chapter(rank, rows) for rank, rows in enumerate(ranks)])
+    assert found is not None
+    assert found.slowest is None
+    assert str(found) == "step 7, 10 steps/s, 50% of communication hidden"
+
+
 def test_lost_and_shadow_steps_do_not_count_and_few_steps_say_nothing() -> None:
     rows = [row(0), row(1, kind=Kind.LOST), row(2, kind=Kind.SHADOW)]
     assert pace([chapter(0, rows)]) is None

@@ -15,9 +15,9 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from paceline.launching import agent, worker
 from paceline.launching.failures import folded, verdict
+from paceline.recording.recorder import FOLDER_VARIABLE
 
 DEFAULT_RANKS = "2"
-RECORD = "PACELINE_RECORD"
 NOT_FOUND = 127
 USAGE = (
     "%(prog)s [-n RANKS] [--patch] [--log-dir DIR] [--record DIR] [torchrun's options] SCRIPT [ARGUMENT ...]"
@@ -88,7 +88,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
     command = _command(options)
     environment = agent.environment(ranks)
     if options.record:
-        environment[RECORD] = str(Path(options.record).resolve())
+        environment[FOLDER_VARIABLE] = str(Path(options.record).resolve())
     # torch's own reading of the options warns and decides where this is not set.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     log_dir = options.log_dir

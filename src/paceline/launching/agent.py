@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ from paceline.launching.output import Output
 from paceline.launching.processes import orphans_adopted
 from paceline.launching.ranks import Ranks, Streams
 from paceline.launching.signals import Signals
+from paceline.launching.status import Status
+from paceline.observe.live import look
+from paceline.recording.reader import forget
+from paceline.recording.recorder import FOLDER_VARIABLE
 
 # What ranks get to end when another one has failed. When a signal asked for it they get the agent's 30 s.
 FAILED_SECONDS = 2
@@ -78,13 +83,14 @@ def environment(ranks: int) -> dict[str, str]:
 def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
     """Run the job to its end, and leave nothing of it running. ``folder`` is for what ranks tell."""
     sinks = (Sink(stdout), Sink(stderr))
-    output = Output()
+    record = _record_folder(job, folder)
+    output = Output(Status(sinks[1], lambda: look(record), lambda: shutil.get_terminal_size().columns))
     streams = Streams(
         folder,
         output,
         sinks,
         log_dir=job.log_dir,
-        environment=job.environment,
+        environment={**job.environment, FOLDER_VARIABLE: str(record)},
         only_logged=job.only_logged,
         shown_ranks=job.shown_ranks,
     )
@@ -108,6 +114,14 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
         ranks.end()
         output.finish()
     return Ending(ranks.failures(), signals.received, error)
+
+
+def _record_folder(job: Job, otherwise: Path) -> Path:
+    """Where ranks record their steps; what an earlier run has recorded there goes."""
+    asked = job.environment.get(FOLDER_VARIABLE) or os.environ.get(FOLDER_VARIABLE)
+    folder = Path(asked).resolve() if asked else otherwise / "record"
+    forget(folder)
+    return folder
 
 
 def _run(agent: "Agent") -> None:

@@ -50,11 +50,18 @@ class Source:
 
 
 class Console:
-    """The screen: whole lines, and at most one line that its source may still go on with."""
+    """The screen: whole lines, at most one line that its source may still go on with, or a status below."""
 
     def __init__(self) -> None:
         self._open: Source | None = None
         self._shown = ""
+        self._status: Sink | None = None
+
+    def status(self, sink: Sink, text: str) -> None:
+        """Show a line that goes when there is another; on a terminal, and not below an unfinished line."""
+        if self._open is None:
+            sink.write(f"{ERASE_LINE}{text}")
+            self._status = sink
 
     def line(self, source: Source, text: str) -> None:
         """Show a whole line."""
@@ -71,11 +78,18 @@ class Console:
 
     def close_line(self) -> None:
         """Have whatever comes next begin a line."""
+        self._take_status_away()
         if self._open is not None:
             self._open.sink.write("\n")
         self._open, self._shown = None, ""
 
+    def _take_status_away(self) -> None:
+        if self._status is not None:
+            self._status.write(ERASE_LINE)
+            self._status = None
+
     def _go_on(self, source: Source, text: str) -> None:
+        self._take_status_away()
         if self._open is source and text.startswith(self._shown):
             source.sink.write(text[len(self._shown) :])
         elif self._open is source and source.sink.is_terminal:

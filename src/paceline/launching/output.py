@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from paceline.launching.console import Console, Sink, Source
 from paceline.launching.lines import Lines
+from paceline.launching.status import Status
 
 TICK_SECONDS = 0.1
 # A prompt, or a line that grows slowly, is shown after this.
@@ -83,9 +84,14 @@ class Stream:
 
 
 class Output:
-    """The thread that takes what ranks print, and sees when they end."""
+    """The thread that takes what ranks print, and sees when they end.
 
-    def __init__(self) -> None:
+    Args:
+        status: tells how the run goes.
+    """
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
         self._console = Console()
         self._selector = selectors.DefaultSelector()
         self._streams: list[Stream] = []
@@ -124,6 +130,8 @@ class Output:
         for stream in self._streams:
             stream.close(self._console)
         self._console.close_line()
+        if (told := self._status.last()) is not None:
+            self._status.sink.write(f"{told}\n")
         for key in list(self._selector.get_map().values()):
             if key.fd not in {stream.descriptor for stream in self._streams}:
                 os.close(key.fd)
@@ -137,7 +145,18 @@ class Output:
                     key.data()
                 for stream in self._streams:
                     stream.show_unfinished(self._console)
+                self._tell_status()
         for stream in self._streams:
             with suppress(OSError):
                 while stream.pump(self._console):
                     pass
+
+    def _tell_status(self) -> None:
+        sink = self._status.sink
+        if (told := self._status.due()) is None:
+            return
+        if sink.is_terminal:
+            self._console.status(sink, told)
+        else:
+            self._console.close_line()
+            sink.write(f"{told}\n")

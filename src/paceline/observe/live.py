@@ -12,6 +12,8 @@ from paceline.recording.rows import BucketColumn, Column, Kind
 
 # So many steps the figures are of.
 WINDOW = 32
+# In so many of them a rank must come last to be called the slowest.
+MOST = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Pace:
         count_a_second: samples, or whatever is counted, of all ranks; None if nothing is.
         unit: what is counted.
         hidden: the share of communication that went on during backward; None if there was none.
-        slowest: the rank that came to the end of backward last most often.
+        slowest: the rank that came to the end of backward last in most steps; None if ranks took turns.
         behind: by so many seconds, in the median, it was later than the first.
     """
 
@@ -33,18 +35,22 @@ class Pace:
     count_a_second: float | None
     unit: str
     hidden: float | None
-    slowest: int
+    slowest: int | None
     behind: float
 
     def __str__(self) -> str:
+        return ", ".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """What there is to tell, the most important first."""
         parts = [f"step {self.step:,}", f"{self.steps_a_second:,.3g} steps/s"]
         if self.count_a_second is not None:
             parts.append(f"{self.count_a_second:,.0f} {self.unit}/s")
         if self.hidden is not None:
             parts.append(f"{self.hidden:.0%} of communication hidden")
-        if self.behind:
+        if self.slowest is not None:
             parts.append(f"rank {self.slowest} last, by {self.behind * 1e3:.3g} ms")
-        return ", ".join(parts)
+        return parts
 
 
 def look(folder: Path) -> Pace | None:
@@ -87,11 +93,15 @@ def _pace(chapters: Sequence[Chapter]) -> Pace | None:
     )
 
 
-def _slowest(ranks: Mapping[int, Mapping[int, Sequence[int]]], steps: Sequence[int]) -> tuple[int, float]:
+def _slowest(
+    ranks: Mapping[int, Mapping[int, Sequence[int]]], steps: Sequence[int]
+) -> tuple[int | None, float]:
     """Who came last in most steps, and by how much; where ranks have one clock."""
     arrivals = [{rank: rows[step][Column.BACKWARD_END] for rank, rows in ranks.items()} for step in steps]
     last = [max(arrived, key=arrived.__getitem__) for arrived in arrivals]
     slowest = max(ranks, key=last.count)
+    if len(ranks) == 1 or last.count(slowest) < MOST * len(steps):
+        return None, 0.0
     behind = [arrived[slowest] - min(arrived.values()) for arrived in arrivals]
     return slowest, statistics.median(behind) / 1e9
 

@@ -67,6 +67,14 @@ def read(folder: Path) -> list[Chapter]:
     return sorted(chapters, key=lambda each: (each.rank, each.wrapper, each.plan))
 
 
+def forget(folder: Path) -> None:
+    """Remove what ranks have recorded in a folder, and nothing else."""
+    for path in folder.glob("rank*.json"):
+        if _NAME.fullmatch(path.name):
+            path.unlink()
+            path.with_suffix(".rows").unlink(missing_ok=True)
+
+
 def latest(folder: Path, *, rows: int) -> list[Chapter]:
     """Of each rank and wrapper the plan in force: its last rows, without sums; quick, and while they run."""
     newest: dict[tuple[str, str], tuple[int, Path]] = {}
