@@ -134,13 +134,14 @@ def test_on_a_terminal_the_status_stays_below_what_ranks_print(monkeypatch: pyte
 
 def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    steps = iter([None, pace(3), pace(3), pace(4)])
+    steps = iter([None, pace(3), pace(3), pace(4), pace(4)])
     status = Status(Sink(Terminal()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 1.1, 1.5, 2.0, 2.5):
         monkeypatch.setattr("paceline.launching.status.time.monotonic", lambda now=now: now)
         told.append(status.due())
     assert told == [None, None, "step 3 · 12.5 steps/s · 800 r…", None, "step 4 · 12.5 steps/s · 800 r…"]
+    assert status.last() == told[-1]
 
 
 def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

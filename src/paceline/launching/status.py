@@ -41,7 +41,9 @@ class Status:
         return self._told(self._look())
 
     def last(self) -> str | None:
-        """What is told at the end."""
+        """What is told at the end, to stay."""
+        if self.sink.is_terminal:
+            self._pace = None  # what was told of it is gone from the screen
         return self._told(self._look())
 
     def _told(self, pace: Pace | None) -> str | None:
