@@ -1,0 +1,218 @@
+"""From a recording to findings: plain values, for the page, the terminal and scripts."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.observe.advice import Facts, Suggestion, suggestions
+from paceline.observe.lateness import Arrivals, Late, arrivals, late_ranks
+from paceline.observe.parts import Part, communication, durations, median, quartiles, shares, typical
+from paceline.observe.runs import PlanNote, Section, Track
+from paceline.observe.waits import Waits, bucket_waits
+from paceline.observe.words import milliseconds, ranks
+from paceline.recording.rows import Column, Kind, Sum
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank's typical step, in milliseconds.
+
+    Attributes:
+        rank: which.
+        host: where it runs.
+        step: how long a step is: first quartile, median, third.
+        parts: where it goes, on average over the middle half of its steps.
+        under_way: how long some bucket was under way.
+        hidden: how much of that was during backward.
+        mean: how long a step was on average over the whole run.
+        longest: the longest step of the run.
+    """
+
+    rank: int
+    host: str
+    step: tuple[float, float, float]
+    parts: Mapping[str, float]
+    under_way: float
+    hidden: float
+    mean: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known of one wrapper.
+
+    Attributes:
+        module: the class of what is wrapped.
+        verdict: the most important in a sentence or two.
+        group: the ranks that it averages over.
+        missing: those of them that recorded nothing.
+        steps: how many steps there were, with all plans.
+        recorded: how many are recorded whole.
+        first: the first of those.
+        lost: how many of those were given up.
+        shadowed: in how many some rank had no inputs.
+        step_ms: how long a step is: first quartile, median, third, over all ranks.
+        mean_ms: on average over the whole run.
+        parts: where it goes, on the average rank.
+        under_way_ms: how long some bucket is under way.
+        hidden: the share of that which is during backward; None if there was none.
+        rate: how many samples a second all ranks had together, in the run; None if they were not counted.
+        unit: or what else was counted.
+        ranks: each rank's figures.
+        arrivals: how each comes to the end of backward.
+        late: who is late.
+        buckets: what each waits for.
+        suggestions: what to change.
+        clock_us: by how much times of different hosts may be wrong; None if nobody can say.
+        run: what else is known of it, in words.
+        plans: all plans.
+    """
+
+    module: str
+    verdict: str
+    group: Sequence[int]
+    missing: Sequence[int]
+    steps: int
+    recorded: int
+    first: int
+    lost: int
+    shadowed: int
+    step_ms: tuple[float, float, float]
+    mean_ms: float
+    parts: Mapping[str, float]
+    under_way_ms: float
+    hidden: float | None
+    rate: float | None
+    unit: str
+    ranks: Sequence[RankFigures]
+    arrivals: Sequence[Arrivals]
+    late: Sequence[Late]
+    buckets: Sequence[Waits]
+    suggestions: Sequence[Suggestion]
+    clock_us: float | None
+    run: Mapping[str, str | int]
+    plans: Sequence[PlanNote]
+
+
+def analyse(section: Section) -> Findings:
+    """What a section's rows and sums say."""
+    spent = [durations(track, section.last_arrivals) for track in section.tracks]
+    figures = [_figures(section, track, own) for track, own in zip(section.tracks, spent, strict=True)]
+    counted = [length / 1e6 for track in section.tracks for length in track.lengths[: max(1, len(track) - 1)]]
+    step = quartiles(counted)
+    parts = {part: statistics.fmean(each.parts[part] for each in figures) for part in Part}
+    under_way = statistics.fmean(each.under_way for each in figures)
+    hidden = statistics.fmean(each.hidden for each in figures)
+    late = late_ranks(section, spent, step[1] * 1e6)
+    buckets = bucket_waits(section)
+    lost, shadowed = section.kinds(Kind.LOST), section.kinds(Kind.SHADOW)
+    recorded = max(map(len, section.tracks))
+    facts = Facts(
+        step=step[1],
+        parts=parts,
+        under_way=under_way,
+        first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
+        buckets=[each.nbytes for each in buckets],
+        cap=int(section.about["cap"]),
+        ranks=len(section.group),
+        hosts=_hosts(section),
+        transport=str(section.about["transport"]),
+        device=str(section.about["device"]),
+        exchange=str(section.about["exchange"]),
+        late=late,
+        lost=lost / recorded,
+        shadowed=shadowed / recorded,
+    )
+    share = hidden / under_way if under_way else None
+    return Findings(
+        module=section.module,
+        verdict=_verdict(facts, share),
+        group=section.group,
+        missing=section.missing,
+        steps=sum(plan.steps for plan in section.plans),
+        recorded=recorded,
+        first=min(track[Column.STEP][0] for track in section.tracks),
+        lost=lost,
+        shadowed=shadowed,
+        step_ms=step,
+        mean_ms=statistics.fmean(each.mean for each in figures),
+        parts=parts,
+        under_way_ms=under_way,
+        hidden=share,
+        rate=_rate(section),
+        unit=str(section.about["unit"]),
+        ranks=figures,
+        arrivals=arrivals(section),
+        late=late,
+        buckets=buckets,
+        suggestions=suggestions(facts),
+        clock_us=None if section.clock_uncertainty is None else section.clock_uncertainty / 1e3,
+        run=_run(section),
+        plans=section.plans,
+    )
+
+
+def _figures(section: Section, track: Track, spent: Mapping[Part, Sequence[int]]) -> RankFigures:
+    places = typical(track.lengths)
+    under_way, hidden = communication(section, track)
+    steps = max(1, sum(each[Sum.STEPS] for each in track.sums))
+    low, middle, high = quartiles(track.lengths[: max(1, len(track) - 1)])
+    return RankFigures(
+        rank=track.rank,
+        host=str(track.about["host"]),
+        step=(low / 1e6, middle / 1e6, high / 1e6),
+        parts={part: spent / 1e6 for part, spent in shares(spent, places).items()},
+        under_way=under_way / 1e6,
+        hidden=hidden / 1e6,
+        mean=sum(each[Sum.STEP] for each in track.sums) / steps / 1e6,
+        longest=max((each[Sum.LONGEST] for each in track.sums), default=0) / 1e6,
+    )
+
+
+def _first_ready(buckets: Sequence[Waits], backward: float) -> float:
+    ready = median([times.ready for times in buckets[0].ranks]) if buckets else 0.0
+    return min(1.0, max(0.0, ready / backward)) if backward else 0.0
+
+
+def _hosts(section: Section) -> int:
+    """By whose clocks differ, or by what the ranks have found, which may be less than machines."""
+    return max(1, int(section.about["hosts"]), len({track.about["boot"] for track in section.tracks}))
+
+
+def _rate(section: Section) -> float | None:
+    """Of all ranks together; they run in step, so the time is that of one."""
+    counted = sum(each[Sum.COUNT] for track in section.tracks for each in track.sums)
+    longest = max(sum(each[Sum.STEP] for each in track.sums) for track in section.tracks)
+    return counted / (longest / 1e9) if counted and longest else None
+
+
+def _run(section: Section) -> dict[str, str | int]:
+    about = section.about
+    known = ("world", "backend", "transport", "exchange", "device", "cap", "first_cap", "plan", "version")
+    return {
+        **{key: about[key] for key in known},
+        "hosts": _hosts(section),
+        "parameters": len(about["slots"]),
+        "nbytes": sum(about["nbytes"]),
+        "buckets": len(section.buckets),
+    }
+
+
+def _verdict(facts: Facts, hidden: float | None) -> str:
+    step = f"A step takes {milliseconds(facts.step)}"
+    if facts.late and facts.late[0].until is None:
+        late = facts.late[0]
+        others = [each.rank for each in facts.late[1:] if each.until is None]
+        also = f", and so {'are' if len(others) > 1 else 'is'} {ranks(others)}" if others else ""
+        return (
+            f"{step}. Rank {late.rank} has been late by {milliseconds(late.late_ms)} since step {late.since:,}"
+            f"{also}; the others wait for it."
+        )
+    if facts.ranks > 1 and facts.is_worth(facts.exposed):
+        return f"{step}, of which {milliseconds(facts.exposed)} ({facts.exposed / facts.step:.0%}) is communication that nothing hides."
+    part = max(facts.parts, key=lambda each: facts.parts[each])
+    if part is Part.BETWEEN and facts.is_worth(facts.parts[part]):
+        return f"{step}, most of it between the optimizer and the next forward: {milliseconds(facts.parts[part])}."
+    under = f"; {hidden:.0%} of the communication is hidden under backward" if hidden is not None else ""
+    return f"{step}, most of it in {part}{under}. No rank is late."

@@ -1,0 +1,197 @@
+"""Which rank is late, by how much, since when, and what it is slow at.
+
+In the last steps, which are recorded whole, by when ranks come to where they meet. In all steps of a long run,
+of which there are only sums, by who waits least.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.observe.parts import Durations, Part, median
+from paceline.observe.runs import Section
+from paceline.recording.rows import Column, Sum
+
+# A rank is late if it is so by this share of a step, and not by less than can be told from noise.
+_SHARE = 0.03
+_LEAST = 100_000
+# In fewer steps it may be chance.
+_FEWEST = 8
+# What a rank does by itself; in the other parts it waits for others.
+_OWN = (Part.PASSES, Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.HANDING_OUT, Part.OPTIMIZER, Part.BETWEEN)
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that others wait for.
+
+    Attributes:
+        rank: which.
+        late_ms: by how much it comes after the middle one of the others, in the middle one of these steps.
+        last: in which share of these steps it came last.
+        since: the first of them.
+        until: the last, if it was late no more after that.
+        give: by how many steps the first may be wrong.
+        part: what it is slow at; None if no part of its own stands out.
+        part_ms: how much longer that takes than on the middle one of the others.
+    """
+
+    rank: int
+    late_ms: float
+    last: float
+    since: int
+    until: int | None
+    give: int
+    part: str | None
+    part_ms: float
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """How a rank comes to the end of backward: how late in the middle step, and how often as the last."""
+
+    rank: int
+    late_ms: float
+    last: float
+
+
+def behind(times: Sequence[int]) -> list[int]:
+    """By how much each is after the middle one of the others; the earlier of two middle ones."""
+    if len(times) < 2:
+        return [0] * len(times)
+    ordered = sorted(times)
+    middle = (len(times) - 2) // 2
+    return [time - ordered[middle + (bisect_left(ordered, time) <= middle)] for time in times]
+
+
+def stretch(late: Sequence[float], least: float) -> tuple[int, int] | None:
+    """From where to where a rank is late: where what exceeds a bar adds up to most.
+
+    The bar is half of what it is late by, once that is known. One very late step counts for a few.
+    """
+    found = _heaviest(late, least)
+    if found is not None:
+        found = _heaviest(late, max(least, median(late[slice(*found)]) / 2))
+    if found is None or found[1] - found[0] < min(_FEWEST, len(late)) or median(late[slice(*found)]) < least:
+        return None
+    return found
+
+
+def _heaviest(late: Sequence[float], bar: float) -> tuple[int, int] | None:
+    best, found, total, start = 0.0, None, 0.0, 0
+    for place, each in enumerate(late):
+        if total <= 0:
+            total, start = 0.0, place
+        total += max(-bar, min(each - bar, 3 * bar))
+        if total > best:
+            best, found = total, (start, place + 1)
+    return found
+
+
+def late_ranks(section: Section, spent: Sequence[Durations], step_ns: float) -> list[Late]:
+    """Who is late, those that cost most first."""
+    if len(section.tracks) < 2:
+        return []
+    least = max(_SHARE * step_ns, _LEAST, 2 * (section.clock_uncertainty or 0))
+    found = _in_rows(section, spent, least) or _in_sums(section, least)
+    return sorted(found, key=lambda each: -each.late_ms)
+
+
+def arrivals(section: Section) -> list[Arrivals]:
+    """How each rank comes to the end of backward."""
+    late = _lateness(section)
+    return [
+        Arrivals(track.rank, median(own) / 1e6, _share_last(late, number, 0, len(own)))
+        for number, (track, own) in enumerate(zip(section.tracks, late, strict=True))
+    ]
+
+
+def _lateness(section: Section) -> list[list[int]]:
+    """Of each rank in each matched step: at the end of backward, or where module buffers are made equal."""
+    pairs = list(zip(section.tracks, section.matched, strict=True))
+    ends = [[track[Column.BACKWARD_END][place] for place in places] for track, places in pairs]
+    late = [behind(times) for times in zip(*ends, strict=True)]
+    if all(track[Column.BUFFERS_END][place] for track, places in pairs for place in places[:1]):
+        starts = [[track[Column.FORWARD_START][place] for place in places] for track, places in pairs]
+        before = (behind(times) for times in zip(*starts, strict=True))
+        late = [list(map(max, *both)) for both in zip(late, before, strict=True)]
+    return [list(own) for own in zip(*late, strict=True)] or [[] for _ in pairs]
+
+
+def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int) -> float:
+    steps = list(zip(*(own[start:end] for own in late), strict=True))
+    return sum(step[rank] == max(step) > min(step) for step in steps) / max(1, len(steps))
+
+
+def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list[Late]:
+    late, steps, found = _lateness(section), section.steps, []
+    for number, own in enumerate(late):
+        where = stretch(own, least)
+        if where is None:
+            continue
+        start, end = where
+        since, give = _earlier(section, number, steps[start], least) if start == 0 else (steps[start], 0)
+        part, part_ms = _slow_part(section, spent, number, where)
+        found.append(
+            Late(
+                section.tracks[number].rank,
+                median(own[start:end]) / 1e6,
+                _share_last(late, number, start, end),
+                since,
+                None if len(own) - end < _FEWEST else steps[end - 1],
+                give,
+                part,
+                part_ms,
+            )
+        )
+    return found
+
+
+def _slow_part(
+    section: Section, spent: Sequence[Durations], late: int, where: tuple[int, int]
+) -> tuple[str | None, float]:
+    excess: dict[Part, float] = {}
+    for part in _OWN:
+        typical = [
+            int(median([own[part][place] for place in places[slice(*where)]]))
+            for own, places in zip(spent, section.matched, strict=True)
+        ]
+        excess[part] = behind(typical)[late]
+    part = max(excess, key=lambda each: excess[each])
+    return (str(part), excess[part] / 1e6) if excess[part] >= _LEAST else (None, 0.0)
+
+
+def _waits(section: Section) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """The blocks that all ranks have sums of, by first step and number of steps; how late each rank was in them."""
+    exposed = [
+        {(each[Sum.FIRST], each[Sum.STEPS]): each[Sum.EXPOSED] // max(1, each[Sum.STEPS]) for each in track.sums}
+        for track in section.tracks
+    ]
+    blocks = sorted(set(exposed[0]).intersection(*exposed[1:]))
+    late = [behind([-own[block] for own in exposed]) for block in blocks]
+    return blocks, [list(own) for own in zip(*late, strict=True)] or [[] for _ in exposed]
+
+
+def _earlier(section: Section, number: int, first: int, least: float) -> tuple[int, int]:
+    """Since when it is late, if that was before the first step that is recorded whole; and give or take how many."""
+    blocks, late = _waits(section)
+    where = stretch(late[number], least / 2)
+    if where is None or blocks[where[0]][0] >= first or sum(blocks[where[1] - 1]) < first:
+        return first, 0
+    since, many = blocks[where[0]]
+    return since, many - 1
+
+
+def _in_sums(section: Section, least: float) -> list[Late]:
+    """Who was late in steps of which only sums are left."""
+    blocks, late = _waits(section)
+    found = []
+    for number, own in enumerate(late):
+        where = stretch(own, least)
+        if where is not None and blocks[where[0]][1] > 1:
+            start, end = where
+            late_ms, last = median(own[start:end]) / 1e6, _share_last(late, number, start, end)
+            first, many = blocks[start]
+            until = sum(blocks[end - 1]) - 1 if end < len(blocks) else None
+            found.append(Late(section.tracks[number].rank, late_ms, last, first, until, many - 1, None, 0.0))
+    return found
