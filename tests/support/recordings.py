@@ -73,7 +73,13 @@ def write(run: Run, folder: Path) -> Path:
         Plan([Bucket(slots, run.bucket_bytes * len(parts))], run.exchange),
         Plan([Bucket(part, run.bucket_bytes) for part in parts], run.exchange),
     ]
-    chapters = [[Chapter(_about(run, rank, ranks), plan, number, unit="samples", folder=folder) for number, plan in enumerate(plans)] for rank in ranks]
+    chapters = [
+        [
+            Chapter(_about(run, rank, ranks), plan, number, unit="samples", folder=folder)
+            for number, plan in enumerate(plans)
+        ]
+        for rank in ranks
+    ]
     simulation = _Simulation(run, ranks, plans)
     for step in range(run.steps):
         rows, begins = simulation.step(step)
@@ -173,7 +179,8 @@ class _Simulation:
         back = 0
         for index in range(len(plan.buckets)):
             ready, launch = (
-                len(Column) + index * len(BucketColumn) + each for each in (BucketColumn.READY, BucketColumn.LAUNCH)
+                len(Column) + index * len(BucketColumn) + each
+                for each in (BucketColumn.READY, BucketColumn.LAUNCH)
             )
             for row in rows:
                 before = row[launch - len(BucketColumn)] if index else 0

@@ -101,16 +101,16 @@ def _late(facts: Facts) -> Iterator[Suggestion]:
                 Part.OPTIMIZER: "look at what its optimizer step does that the others' does not",
             }.get(late.part, "look at its threads, its inputs' sizes and what else runs on its host")
             slow = f", {milliseconds(late.part_ms)} longer in {late.part}" if late.part else ""
-            figure = f"it comes {milliseconds(late.late_ms)} after the others, since step {late.since:,}{slow}"
-            yield Suggestion("late", f"rank {late.rank} is late: {where}", figure, late.late_ms)
+            figure = (
+                f"it comes {milliseconds(late.late_ms)} after the others, since step {late.since:,}{slow}"
+            )
+            yield Suggestion("late", f"Rank {late.rank} is late: {where}", figure, late.late_ms)
 
 
 def _transport(facts: Facts) -> Iterator[Suggestion]:
     one_host = facts.hosts == 1 and facts.ranks > 1 and facts.device.startswith("cpu")
     if one_host and facts.transport == "c10d" and facts.is_worth(facts.under_way):
-        figure = (
-            f"all {facts.ranks} ranks are on one host, and gradients are under way for {facts.share(facts.under_way)}"
-        )
+        figure = f"all {facts.ranks} ranks are on one host, and gradients are under way for {facts.share(facts.under_way)}"
         change = 'transport="auto": let the ranks of a host average in its memory'
         yield Suggestion("transport", change, figure, facts.exposed)
 
@@ -118,13 +118,13 @@ def _transport(facts: Facts) -> Iterator[Suggestion]:
 def _smaller_cap(facts: Facts) -> Iterator[Suggestion]:
     cap = max(_SMALLEST_CAP, facts.nbytes // _GOOD_BUCKETS)
     few = 0 < len(facts.buckets) <= _FEW_BUCKETS and max(facts.buckets) > 2 * cap
-    if few and facts.is_worth(facts.exposed) and facts.parts[Part.BACKWARD] > facts.exposed:
+    if facts.ranks > 1 and few and facts.is_worth(facts.exposed):
         figure = (
             f"after backward, communication goes on for {facts.share(facts.exposed)}; there are "
             f"{len(facts.buckets)} buckets, and the largest, of {size(max(facts.buckets))}, leaves when it is full"
         )
         change = f"bucket_cap_mb={_megabytes(cap)}: smaller buckets leave earlier, while backward goes on"
-        yield Suggestion("smaller cap", change, figure, facts.exposed)
+        yield Suggestion("smaller cap", change, figure, min(facts.exposed, facts.parts[Part.BACKWARD]))
 
 
 def _larger_cap(facts: Facts) -> Iterator[Suggestion]:
@@ -143,7 +143,7 @@ def _larger_cap(facts: Facts) -> Iterator[Suggestion]:
 def _compress(facts: Facts) -> Iterator[Suggestion]:
     compressed = any(name in facts.exchange.lower() for name in _COMPRESSING)
     by_bytes = bool(facts.buckets) and facts.nbytes / len(facts.buckets) >= _SMALL_BUCKET
-    if facts.hosts > 1 and not compressed and by_bytes and facts.is_worth(facts.exposed):
+    if facts.hosts > 1 and not compressed and by_bytes and facts.under_way and facts.is_worth(facts.exposed):
         rate = facts.nbytes * 8 / (facts.under_way * 1e6)
         figure = (
             f"{facts.share(facts.exposed)} is communication between {facts.hosts} hosts after backward; "
@@ -151,6 +151,21 @@ def _compress(facts: Facts) -> Iterator[Suggestion]:
         )
         change = "ddp.register_comm_hook(None, paceline.hooks.int8()), or bf16(): send a quarter or half of the bytes"
         yield Suggestion("hook", change, figure, facts.exposed / 2)
+
+
+def _more_work(facts: Facts) -> Iterator[Suggestion]:
+    backward = facts.parts[Part.BACKWARD]
+    if (
+        facts.ranks > 1
+        and facts.is_worth(facts.exposed)
+        and facts.under_way - facts.parts[Part.WAITING] > backward
+    ):
+        figure = (
+            f"buckets are under way for {milliseconds(facts.under_way)}, longer than backward takes "
+            f"({milliseconds(backward)}): it cannot hide them, and {facts.share(facts.exposed)} is exposed"
+        )
+        change = "Larger batches, or several backwards in ddp.no_sync() for one that is averaged"
+        yield Suggestion("more work", change, figure, facts.exposed / 2)
 
 
 def _first_bucket(facts: Facts) -> Iterator[Suggestion]:
@@ -177,19 +192,19 @@ def _buffers(facts: Facts) -> Iterator[Suggestion]:
 def _data(facts: Facts) -> Iterator[Suggestion]:
     spent = facts.parts[Part.BETWEEN]
     if spent > 0.25 * facts.step > 0:
-        change = "load data ahead: more workers, pinned or cached batches; evaluate and log less often"
+        change = "Load data ahead: more workers, pinned or cached batches; evaluate and log less often"
         figure = f"between the optimizer and the next forward goes {facts.share(spent)}"
         yield Suggestion("data", change, figure, spent)
 
 
 def _uneven(facts: Facts) -> Iterator[Suggestion]:
     if facts.shadowed > 0.05:
-        change = "give ranks the same number of batches"
+        change = "Give ranks the same number of batches"
         figure = f"in {facts.shadowed:.0%} of the steps some rank had no inputs left"
         yield Suggestion("uneven", change, figure, facts.step * facts.shadowed / facts.ranks)
     if facts.lost:
-        change = "see what the ranks raised"
-        yield Suggestion("lost", change, f"{facts.lost:.1%} of the steps were given up", facts.step * facts.lost)
+        change = "See what the ranks raised"
+        yield Suggestion("lost", change, f"{facts.lost:.1%} of the steps were given up", 0.0)
 
 
 _RULES: Sequence[Rule] = (
@@ -198,6 +213,7 @@ _RULES: Sequence[Rule] = (
     _smaller_cap,
     _larger_cap,
     _compress,
+    _more_work,
     _first_bucket,
     _buffers,
     _data,

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 from paceline.observe.advice import Facts, Suggestion, suggestions
 from paceline.observe.lateness import Arrivals, Late, arrivals, late_ranks
-from paceline.observe.parts import Part, communication, durations, median, quartiles, shares, typical
+from paceline.observe.parts import (
+    Durations,
+    Part,
+    communication,
+    durations,
+    median,
+    quartiles,
+    shares,
+    typical,
+)
 from paceline.observe.runs import PlanNote, Section, Track
 from paceline.observe.waits import Waits, bucket_waits
 from paceline.observe.words import milliseconds, ranks
 from paceline.recording.rows import Column, Kind, Sum
+
+_FEWEST = 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Findings:
         steps: how many steps there were, with all plans.
         recorded: how many are recorded whole.
         first: the first of those.
+        since: the first of those that the figures below are of: when a rank has become late, what was before is
+            no longer so.
         lost: how many of those were given up.
         shadowed: in how many some rank had no inputs.
         step_ms: how long a step is: first quartile, median, third, over all ranks.
@@ -76,6 +89,7 @@ class Findings:
     steps: int
     recorded: int
     first: int
+    since: int
     lost: int
     shadowed: int
     step_ms: tuple[float, float, float]
@@ -95,19 +109,21 @@ class Findings:
     plans: Sequence[PlanNote]
 
 
-def analyse(section: Section) -> Findings:
+def analyse(whole: Section) -> Findings:
     """What a section's rows and sums say."""
-    spent = [durations(track, section.last_arrivals) for track in section.tracks]
+    everything = _spent(whole)
+    late = late_ranks(whole, everything, quartiles(_lengths(whole))[1])
+    section = _now(whole, late)
+    spent = everything if section is whole else _spent(section)
     figures = [_figures(section, track, own) for track, own in zip(section.tracks, spent, strict=True)]
-    counted = [length / 1e6 for track in section.tracks for length in track.lengths[: max(1, len(track) - 1)]]
-    step = quartiles(counted)
+    low, middle, high = quartiles(_lengths(section))
+    step = (low / 1e6, middle / 1e6, high / 1e6)
     parts = {part: statistics.fmean(each.parts[part] for each in figures) for part in Part}
     under_way = statistics.fmean(each.under_way for each in figures)
     hidden = statistics.fmean(each.hidden for each in figures)
-    late = late_ranks(section, spent, step[1] * 1e6)
     buckets = bucket_waits(section)
-    lost, shadowed = section.kinds(Kind.LOST), section.kinds(Kind.SHADOW)
-    recorded = max(map(len, section.tracks))
+    lost, shadowed = whole.kinds(Kind.LOST), whole.kinds(Kind.SHADOW)
+    recorded = max(map(len, whole.tracks))
     facts = Facts(
         step=step[1],
         parts=parts,
@@ -132,7 +148,8 @@ def analyse(section: Section) -> Findings:
         missing=section.missing,
         steps=sum(plan.steps for plan in section.plans),
         recorded=recorded,
-        first=min(track[Column.STEP][0] for track in section.tracks),
+        first=_first(whole),
+        since=_first(section),
         lost=lost,
         shadowed=shadowed,
         step_ms=step,
@@ -143,7 +160,7 @@ def analyse(section: Section) -> Findings:
         rate=_rate(section),
         unit=str(section.about["unit"]),
         ranks=figures,
-        arrivals=arrivals(section),
+        arrivals=arrivals(section, middle),
         late=late,
         buckets=buckets,
         suggestions=suggestions(facts),
@@ -153,7 +170,27 @@ def analyse(section: Section) -> Findings:
     )
 
 
-def _figures(section: Section, track: Track, spent: Mapping[Part, Sequence[int]]) -> RankFigures:
+def _spent(section: Section) -> list[Durations]:
+    return [durations(track, section.last_arrivals) for track in section.tracks]
+
+
+def _lengths(section: Section) -> list[int]:
+    """Of all steps on all ranks, but for the last, which has no next one."""
+    return [length for track in section.tracks for length in track.lengths[: max(1, len(track) - 1)]]
+
+
+def _first(section: Section) -> int:
+    return min(track[Column.STEP][0] for track in section.tracks)
+
+
+def _now(section: Section, late: Sequence[Late]) -> Section:
+    """The steps since the last rank has become late, if they are enough to speak of."""
+    since = max((each.since for each in late if each.until is None and not each.give), default=0)
+    recent = section.since(since)
+    return recent if min(map(len, recent.tracks)) >= _FEWEST else section
+
+
+def _figures(section: Section, track: Track, spent: Durations) -> RankFigures:
     places = typical(track.lengths)
     under_way, hidden = communication(section, track)
     steps = max(1, sum(each[Sum.STEPS] for each in track.sums))
@@ -204,15 +241,19 @@ def _verdict(facts: Facts, hidden: float | None) -> str:
     if facts.late and facts.late[0].until is None:
         late = facts.late[0]
         others = [each.rank for each in facts.late[1:] if each.until is None]
-        also = f", and so {'are' if len(others) > 1 else 'is'} {ranks(others)}" if others else ""
+        also = f", and so {'have' if len(others) > 1 else 'has'} {ranks(others)}" if others else ""
+        before = "" if late.other_ms is None else f" ({milliseconds(late.other_ms)} before)"
         return (
-            f"{step}. Rank {late.rank} has been late by {milliseconds(late.late_ms)} since step {late.since:,}"
-            f"{also}; the others wait for it."
+            f"{step}{before}. Rank {late.rank} has been late by {milliseconds(late.late_ms)} since step "
+            f"{late.since:,}{also}; the others wait."
         )
     if facts.ranks > 1 and facts.is_worth(facts.exposed):
-        return f"{step}, of which {milliseconds(facts.exposed)} ({facts.exposed / facts.step:.0%}) is communication that nothing hides."
+        exposed = f"{milliseconds(facts.exposed)} ({facts.exposed / facts.step:.0%})"
+        return f"{step}, of which {exposed} is communication that nothing hides."
     part = max(facts.parts, key=lambda each: facts.parts[each])
     if part is Part.BETWEEN and facts.is_worth(facts.parts[part]):
         return f"{step}, most of it between the optimizer and the next forward: {milliseconds(facts.parts[part])}."
+    if facts.ranks == 1:
+        return f"{step}, most of it in {part}. There is one rank, and nothing to average."
     under = f"; {hidden:.0%} of the communication is hidden under backward" if hidden is not None else ""
     return f"{step}, most of it in {part}{under}. No rank is late."

@@ -34,6 +34,8 @@ class Late:
         give: by how many steps the first may be wrong.
         part: what it is slow at; None if no part of its own stands out.
         part_ms: how much longer that takes than on the middle one of the others.
+        step_ms: how long a step takes then, in the middle one.
+        other_ms: and in the middle one of the other steps, if there are any.
     """
 
     rank: int
@@ -44,6 +46,8 @@ class Late:
     give: int
     part: str | None
     part_ms: float
+    step_ms: float
+    other_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -92,24 +96,32 @@ def late_ranks(section: Section, spent: Sequence[Durations], step_ns: float) -> 
     """Who is late, those that cost most first."""
     if len(section.tracks) < 2:
         return []
-    least = max(_SHARE * step_ns, _LEAST, 2 * (section.clock_uncertainty or 0))
+    least = max(_SHARE * step_ns, _LEAST)
     found = _in_rows(section, spent, least) or _in_sums(section, least)
     return sorted(found, key=lambda each: -each.late_ms)
 
 
-def arrivals(section: Section) -> list[Arrivals]:
+def arrivals(section: Section, step_ns: float) -> list[Arrivals]:
     """How each rank comes to the end of backward."""
-    late = _lateness(section)
+    late = _lateness(section, max(_SHARE * step_ns, _LEAST))
     return [
         Arrivals(track.rank, median(own) / 1e6, _share_last(late, number, 0, len(own)))
         for number, (track, own) in enumerate(zip(section.tracks, late, strict=True))
     ]
 
 
-def _lateness(section: Section) -> list[list[int]]:
+def _lateness(section: Section, least: float) -> list[list[int]]:
     """Of each rank in each matched step: at the end of backward, or where module buffers are made equal."""
     pairs = list(zip(section.tracks, section.matched, strict=True))
     ends = [[track[Column.BACKWARD_END][place] for place in places] for track, places in pairs]
+    uncertainty = section.clock_uncertainty
+    if uncertainty is None or 2 * uncertainty > least:
+        # Hosts' clocks do not tell. But all are given the last bucket at the same time: who came last waits least.
+        landings = [[track[Column.LANDED][place] for place in places] for track, places in pairs]
+        waits = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, landings, strict=True)]
+        return [list(own) for own in zip(*map(behind, zip(*waits, strict=True)), strict=True)] or [
+            [] for _ in pairs
+        ]
     late = [behind(times) for times in zip(*ends, strict=True)]
     if all(track[Column.BUFFERS_END][place] for track, places in pairs for place in places[:1]):
         starts = [[track[Column.FORWARD_START][place] for place in places] for track, places in pairs]
@@ -124,7 +136,7 @@ def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int
 
 
 def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list[Late]:
-    late, steps, found = _lateness(section), section.steps, []
+    late, steps, found = _lateness(section, least), section.steps, []
     for number, own in enumerate(late):
         where = stretch(own, least)
         if where is None:
@@ -142,9 +154,21 @@ def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list
                 give,
                 part,
                 part_ms,
+                *_steps(_matched_lengths(section, number), where),
             )
         )
     return found
+
+
+def _matched_lengths(section: Section, number: int) -> list[float]:
+    lengths = section.tracks[number].lengths
+    return [lengths[place] for place in section.matched[number]]
+
+
+def _steps(lengths: Sequence[float], where: tuple[int, int]) -> tuple[float, float | None]:
+    """How long steps are while a rank is late, and otherwise."""
+    others = [*lengths[: where[0]], *lengths[where[1] :]]
+    return median(lengths[slice(*where)]) / 1e6, median(others) / 1e6 if others else None
 
 
 def _slow_part(
@@ -164,7 +188,10 @@ def _slow_part(
 def _waits(section: Section) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """The blocks that all ranks have sums of, by first step and number of steps; how late each rank was in them."""
     exposed = [
-        {(each[Sum.FIRST], each[Sum.STEPS]): each[Sum.EXPOSED] // max(1, each[Sum.STEPS]) for each in track.sums}
+        {
+            (each[Sum.FIRST], each[Sum.STEPS]): each[Sum.EXPOSED] // max(1, each[Sum.STEPS])
+            for each in track.sums
+        }
         for track in section.tracks
     ]
     blocks = sorted(set(exposed[0]).intersection(*exposed[1:]))
@@ -193,5 +220,15 @@ def _in_sums(section: Section, least: float) -> list[Late]:
             late_ms, last = median(own[start:end]) / 1e6, _share_last(late, number, start, end)
             first, many = blocks[start]
             until = sum(blocks[end - 1]) - 1 if end < len(blocks) else None
-            found.append(Late(section.tracks[number].rank, late_ms, last, first, until, many - 1, None, 0.0))
+            steps = _steps(_block_lengths(section, number, blocks), where)
+            rank = section.tracks[number].rank
+            found.append(Late(rank, late_ms, last, first, until, many - 1, None, 0.0, *steps))
     return found
+
+
+def _block_lengths(section: Section, number: int, blocks: Sequence[tuple[int, int]]) -> list[float]:
+    """How long a step is on average in each block."""
+    known = {
+        each[Sum.FIRST]: each[Sum.STEP] / max(1, each[Sum.STEPS]) for each in section.tracks[number].sums
+    }
+    return [known[first] for first, _ in blocks]

@@ -103,7 +103,9 @@ def communication(section: Section, track: Track) -> tuple[float, float]:
     """Mean nanoseconds a step in which some bucket was under way, and how much of that was during backward."""
     under_way, hidden, places = 0, 0, samples(track)
     buckets = range(len(section.buckets))
-    columns = [(track.bucket(each, BucketColumn.LAUNCH), track.bucket(each, BucketColumn.DONE)) for each in buckets]
+    columns = [
+        (track.bucket(each, BucketColumn.LAUNCH), track.bucket(each, BucketColumn.DONE)) for each in buckets
+    ]
     for place in places:
         arrival = track[Column.BACKWARD_END][place]
         for start, end in _union([(launch[place], done[place]) for launch, done in columns]):

@@ -6,7 +6,7 @@ times on the clock of the first rank's host.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,11 +51,19 @@ class Track:
         """One of a bucket's columns."""
         return self.columns[len(Column) + index * len(BucketColumn) + column]
 
+    def since(self, step: int) -> "Track":
+        """The same from a step on."""
+        first = next((place for place, each in enumerate(self[Column.STEP]) if each >= step), len(self))
+        return self if first == 0 else replace(self, columns=[column[first:] for column in self.columns])
+
     @cached_property
     def lengths(self) -> Sequence[int]:
         """From each step's begin to the next one's; to its own end where there is no next."""
         begins = self[Column.BEGIN]
-        own = [max(end, optimizer) for end, optimizer in zip(self[Column.END], self[Column.OPTIMIZER_END], strict=True)]
+        own = [
+            max(end, optimizer)
+            for end, optimizer in zip(self[Column.END], self[Column.OPTIMIZER_END], strict=True)
+        ]
         ends = [*begins[1:], own[-1]] if begins else []
         return [max(0, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
@@ -134,6 +142,10 @@ class Section:
                     last[step] = arrival
         return last
 
+    def since(self, step: int) -> "Section":
+        """The same from a step on."""
+        return replace(self, tracks=[track.since(step) for track in self.tracks])
+
     def name_of(self, slot: int) -> str:
         """A parameter's name."""
         names = self.about["slots"]
@@ -190,7 +202,8 @@ def _section(chapters: Sequence[Chapter]) -> Section:
     # A folder that was used twice may hold files of a run that had more ranks.
     main = [chapter for chapter in main if len(chapter.about["buckets"]) == len(about["buckets"])]
     sums = {
-        rank: [each for chapter in chapters if chapter.rank == rank for each in chapter.sums] for rank in ranks
+        rank: [each for chapter in chapters if chapter.rank == rank for each in chapter.sums]
+        for rank in ranks
     }
     clocks = _clocks(main)
     return Section(
@@ -249,7 +262,9 @@ def _crossings(chapters: Sequence[Chapter]) -> dict[int, list[Crossing]]:
     lost: set[int] = set()
     for chapter in chapters:
         for row in chapter.rows:
-            own = list(zip(row[_LAUNCHES :: len(BucketColumn)], row[_RETURNS :: len(BucketColumn)], strict=True))
+            own = list(
+                zip(row[_LAUNCHES :: len(BucketColumn)], row[_RETURNS :: len(BucketColumn)], strict=True)
+            )
             step = row[Column.STEP]
             if row[Column.KIND] & Kind.LOST:
                 lost.add(step)

@@ -13,6 +13,9 @@ from paceline.errors import RecordingError
 from paceline.recording.ring import MAGIC, Head
 from paceline.recording.rows import VERSION, Sum, width
 
+_NUMBERS = ("rank", "world", "wrapper", "plan", "hosts", "epoch", "first_cap", "cap")
+_WORDS = ("module", "backend", "transport", "device", "exchange", "unit", "host", "boot")
+_KEYS = {"group", "slots", "nbytes", "buckets", *_NUMBERS, *_WORDS}
 _NAME = re.compile(r"rank(\d+)-wrapper(\d+)-plan(\d+)\.json")
 
 
@@ -97,12 +100,27 @@ def read_chapter(path: Path, *, rows: int | None = None) -> Chapter:
             f"the recording is of another version of paceline (its: {version}, this one reads: {VERSION}, "
             f"file: {path})"
         )
+    try:
+        _check(about)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordingError(f"the recording is damaged ({path}: {error})") from error
     data = path.with_suffix(".rows")
     try:
         with data.open("rb") as file:
             return _chapter(about, _Cells(file), rows)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise RecordingError(f"the recording is damaged ({data}: {error})") from error
+
+
+def _check(about: dict[str, Any]) -> None:
+    """See that everything is there that is read later."""
+    missing = sorted(_KEYS - about.keys())
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    numbers = [about[name] for name in _NUMBERS] + [*about["group"], *about["nbytes"]]
+    numbers += [each for bucket in about["buckets"] for each in (bucket["nbytes"], len(bucket["slots"]))]
+    if not all(isinstance(each, int) for each in numbers) or len(about["slots"]) != len(about["nbytes"]):
+        raise ValueError("it does not say of what it is")
 
 
 class _Cells:
@@ -131,6 +149,8 @@ def _chapter(about: dict[str, Any], cells: _Cells, most: int | None) -> Chapter:
     wanted = 8 * (sums_at + head[Head.SUM_CAPACITY] * len(Sum))
     if columns != width(len(about["buckets"])) or cells.nbytes != wanted:
         raise ValueError(f"it is cut off, or of another plan ({cells.nbytes} bytes)")
+    if not 0 <= head[Head.SUMS] <= head[Head.SUM_CAPACITY] or written < 0:
+        raise ValueError("it does not begin as it should")
     first = max(0, written - (capacity if most is None else min(most, capacity)))
     rows = _cut(cells, len(Head), columns, [number % capacity for number in range(first, written)])
     sums = _cut(cells, sums_at, len(Sum), range(head[Head.SUMS] if most is None else 0))
