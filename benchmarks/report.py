@@ -14,8 +14,8 @@ from paceline.observe.report import page, recorded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
-from browser import open_browser, resize, show  # noqa: E402: found by the line above
-from recordings import Run, Slow, write  # noqa: E402
+from browser import open_browser, resize, show
+from recordings import Run, Slow, write
 
 MOST_BYTES, MOST_SECONDS = 20e6, 3.0
 TIMES = 5

@@ -1,4 +1,4 @@
-"""Recordings of runs that never were: plausible steps of ranks that average buckets, as the recorder writes them."""
+"""Recordings of runs that never were: plausible steps of ranks, written as the recorder does."""
 
 import json
 import random
@@ -133,7 +133,7 @@ class _Simulation:
 
     def step(self, step: int) -> tuple[list[list[int]], list[int]]:
         """Each rank's row, and when its next step begins."""
-        run, plan = self._run, self._plans[min(step, 1)]
+        plan = self._plans[min(step, 1)]
         rows = [self._compute(step, place, plan) for place in range(len(self._ranks))]
         self._communicate(rows, plan)
         for place, row in enumerate(rows):

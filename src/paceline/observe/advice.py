@@ -13,7 +13,7 @@ _WORTH = 0.08
 _FEW_BUCKETS, _MANY_BUCKETS = 4, 16
 _SMALL_BUCKET = _MIB // 2
 _SMALLEST_CAP = _MIB // 4
-# Into how many buckets it is good to cut a model: enough to send while backward goes on, too few to cost much.
+# How many buckets are good: enough to send while backward goes on, too few to cost much.
 _GOOD_BUCKETS = 8
 _COMPRESSING = ("fp16", "bf16", "int8", "int4", "top_k", "power", "sgd", "quantiz", "compress")
 
@@ -96,10 +96,10 @@ def _late(facts: Facts) -> Iterator[Suggestion]:
     for late in facts.late[:3]:
         if late.until is None:
             where = {
-                None: "see what else runs on its host",
-                Part.BETWEEN: "look at its data loading",
-                Part.OPTIMIZER: "look at what its optimizer step does that the others' does not",
-            }.get(late.part, "look at its threads, its inputs' sizes and what else runs on its host")
+                "": "see what else runs on its host",
+                str(Part.BETWEEN): "look at its data loading",
+                str(Part.OPTIMIZER): "look at what its optimizer step does that the others' does not",
+            }.get(late.part or "", "look at its threads, its inputs' sizes and what else runs on its host")
             slow = f", {milliseconds(late.part_ms)} longer in {late.part}" if late.part else ""
             figure = (
                 f"it comes {milliseconds(late.late_ms)} after the others, since step {late.since:,}{slow}"
@@ -110,7 +110,8 @@ def _late(facts: Facts) -> Iterator[Suggestion]:
 def _transport(facts: Facts) -> Iterator[Suggestion]:
     one_host = facts.hosts == 1 and facts.ranks > 1 and facts.device.startswith("cpu")
     if one_host and facts.transport == "c10d" and facts.is_worth(facts.under_way):
-        figure = f"all {facts.ranks} ranks are on one host, and gradients are under way for {facts.share(facts.under_way)}"
+        under_way = facts.share(facts.under_way)
+        figure = f"all {facts.ranks} ranks are on one host, and gradients are under way for {under_way}"
         change = 'transport="auto": let the ranks of a host average in its memory'
         yield Suggestion("transport", change, figure, facts.exposed)
 
@@ -121,7 +122,7 @@ def _smaller_cap(facts: Facts) -> Iterator[Suggestion]:
     if facts.ranks > 1 and few and facts.is_worth(facts.exposed):
         figure = (
             f"after backward, communication goes on for {facts.share(facts.exposed)}; there are "
-            f"{len(facts.buckets)} buckets, and the largest, of {size(max(facts.buckets))}, leaves when it is full"
+            f"{len(facts.buckets)} buckets, the largest of {size(max(facts.buckets))}"
         )
         change = f"bucket_cap_mb={_megabytes(cap)}: smaller buckets leave earlier, while backward goes on"
         yield Suggestion("smaller cap", change, figure, min(facts.exposed, facts.parts[Part.BACKWARD]))
@@ -149,7 +150,7 @@ def _compress(facts: Facts) -> Iterator[Suggestion]:
             f"{facts.share(facts.exposed)} is communication between {facts.hosts} hosts after backward; "
             f"{size(facts.nbytes)} of gradients in {milliseconds(facts.under_way)} is {rate:.2g} Gbit/s"
         )
-        change = "ddp.register_comm_hook(None, paceline.hooks.int8()), or bf16(): send a quarter or half of the bytes"
+        change = "ddp.register_comm_hook(None, paceline.hooks.int8()): send a quarter of the bytes; or bf16(): half"
         yield Suggestion("hook", change, figure, facts.exposed / 2)
 
 
@@ -171,8 +172,8 @@ def _more_work(facts: Facts) -> Iterator[Suggestion]:
 def _first_bucket(facts: Facts) -> Iterator[Suggestion]:
     if len(facts.buckets) > 1 and facts.first_ready > 0.6 and facts.is_worth(facts.exposed):
         figure = (
-            f"the first bucket, of {size(facts.buckets[0])}, is full after {facts.first_ready:.0%} of backward; "
-            f"then {facts.share(facts.exposed)} of communication is left when backward ends"
+            f"the first bucket, of {size(facts.buckets[0])}, is full after {facts.first_ready:.0%} of "
+            f"backward; then {facts.share(facts.exposed)} of communication is left when backward ends"
         )
         change = "bucket_cap_mb_list with a small first cap: let the first bucket leave sooner"
         yield Suggestion("first bucket", change, figure, facts.exposed)
@@ -182,8 +183,8 @@ def _buffers(facts: Facts) -> Iterator[Suggestion]:
     spent = facts.parts[Part.BUFFERS]
     if facts.is_worth(spent):
         change = (
-            "forward_sync_buffers=False, if ranks may have their own; or leave buffers unchanged: those that no rank "
-            "changes for three steps are not sent"
+            "forward_sync_buffers=False, if ranks may have their own; or leave buffers unchanged: those that no "
+            "rank changes for three steps are not sent"
         )
         figure = f"module buffers are made equal in every forward, in {facts.share(spent)}"
         yield Suggestion("buffers", change, figure, spent)

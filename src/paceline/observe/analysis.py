@@ -61,8 +61,8 @@ class Findings:
         steps: how many steps there were, with all plans.
         recorded: how many are recorded whole.
         first: the first of those.
-        since: the first of those that the figures below are of: when a rank has become late, what was before is
-            no longer so.
+        since: the first of those that the figures below are of: what was before a rank became late is no
+            longer so.
         lost: how many of those were given up.
         shadowed: in how many some rank had no inputs.
         step_ms: how long a step is: first quartile, median, third, over all ranks.
@@ -154,7 +154,7 @@ def analyse(whole: Section) -> Findings:
         shadowed=shadowed,
         step_ms=step,
         mean_ms=statistics.fmean(each.mean for each in figures),
-        parts=parts,
+        parts={str(part): spent for part, spent in parts.items()},
         under_way_ms=under_way,
         hidden=share,
         rate=_rate(section),
@@ -199,7 +199,7 @@ def _figures(section: Section, track: Track, spent: Durations) -> RankFigures:
         rank=track.rank,
         host=str(track.about["host"]),
         step=(low / 1e6, middle / 1e6, high / 1e6),
-        parts={part: spent / 1e6 for part, spent in shares(spent, places).items()},
+        parts={str(part): each / 1e6 for part, each in shares(spent, places).items()},
         under_way=under_way / 1e6,
         hidden=hidden / 1e6,
         mean=sum(each[Sum.STEP] for each in track.sums) / steps / 1e6,
@@ -252,7 +252,8 @@ def _verdict(facts: Facts, hidden: float | None) -> str:
         return f"{step}, of which {exposed} is communication that nothing hides."
     part = max(facts.parts, key=lambda each: facts.parts[each])
     if part is Part.BETWEEN and facts.is_worth(facts.parts[part]):
-        return f"{step}, most of it between the optimizer and the next forward: {milliseconds(facts.parts[part])}."
+        between = milliseconds(facts.parts[part])
+        return f"{step}, most of it between the optimizer and the next forward: {between}."
     if facts.ranks == 1:
         return f"{step}, most of it in {part}. There is one rank, and nothing to average."
     under = f"; {hidden:.0%} of the communication is hidden under backward" if hidden is not None else ""

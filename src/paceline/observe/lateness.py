@@ -1,7 +1,7 @@
 """Which rank is late, by how much, since when, and what it is slow at.
 
-In the last steps, which are recorded whole, by when ranks come to where they meet. In all steps of a long run,
-of which there are only sums, by who waits least.
+In the last steps, which are recorded whole, by when ranks come to where they meet. In all steps of a long
+run, of which there are only sums, by who waits least.
 """
 
 from bisect import bisect_left
@@ -116,7 +116,7 @@ def _lateness(section: Section, least: float) -> list[list[int]]:
     ends = [[track[Column.BACKWARD_END][place] for place in places] for track, places in pairs]
     uncertainty = section.clock_uncertainty
     if uncertainty is None or 2 * uncertainty > least:
-        # Hosts' clocks do not tell. But all are given the last bucket at the same time: who came last waits least.
+        # Clocks do not tell. But all are given the last bucket at one time: who came last waits least.
         landings = [[track[Column.LANDED][place] for place in places] for track, places in pairs]
         waits = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, landings, strict=True)]
         return [list(own) for own in zip(*map(behind, zip(*waits, strict=True)), strict=True)] or [
@@ -132,7 +132,8 @@ def _lateness(section: Section, least: float) -> list[list[int]]:
 
 def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int) -> float:
     steps = list(zip(*(own[start:end] for own in late), strict=True))
-    return sum(step[rank] == max(step) > min(step) for step in steps) / max(1, len(steps))
+    times = sum(1 for step in steps if step[rank] == max(step) > min(step))
+    return times / max(1, len(steps))
 
 
 def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list[Late]:
@@ -186,7 +187,7 @@ def _slow_part(
 
 
 def _waits(section: Section) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """The blocks that all ranks have sums of, by first step and number of steps; how late each rank was in them."""
+    """The blocks that all ranks have, by first step and number of steps; how late each rank was."""
     exposed = [
         {
             (each[Sum.FIRST], each[Sum.STEPS]): each[Sum.EXPOSED] // max(1, each[Sum.STEPS])
@@ -200,7 +201,7 @@ def _waits(section: Section) -> tuple[list[tuple[int, int]], list[list[int]]]:
 
 
 def _earlier(section: Section, number: int, first: int, least: float) -> tuple[int, int]:
-    """Since when it is late, if that was before the first step that is recorded whole; and give or take how many."""
+    """Since when it is late, if that was before the first whole row; and give or take how many steps."""
     blocks, late = _waits(section)
     where = stretch(late[number], least / 2)
     if where is None or blocks[where[0]][0] >= first or sum(blocks[where[1] - 1]) < first:

@@ -1,8 +1,8 @@
 """Numbers for the page: columns of them, compressed, as text.
 
-A column is whole numbers. What is written is each one's difference to the one before, with the sign in the lowest bit,
-as 32 bits; all lowest bytes first, then all second ones, and so on. Most of the higher ones are 0 then, and the
-compression that browsers know by themselves finds that.
+A column is whole numbers. What is written is each one's difference to the one before, with the sign in the
+lowest bit, as 32 bits; all lowest bytes first, then all second ones, and so on. Most of the higher ones are 0
+then, and the compression that browsers know by themselves finds that.
 
 Times are counted in ticks from their step's begin, and one more, because 0 is what has not happened.
 """

@@ -68,7 +68,7 @@ def _span(start: int, end: int) -> int:
 
 
 def typical(lengths: Sequence[int]) -> list[int]:
-    """Where the middle half of the steps is, by length; the last step has no next one, and counts only if alone."""
+    """Where the middle half of the steps is, by length; without the last, of which no next one tells it."""
     places = range(max(1, len(lengths) - 1))
     low, _, high = quartiles([lengths[place] for place in places])
     return [place for place in places if low <= lengths[place] <= high]
@@ -100,7 +100,7 @@ def samples(track: Track) -> range:
 
 
 def communication(section: Section, track: Track) -> tuple[float, float]:
-    """Mean nanoseconds a step in which some bucket was under way, and how much of that was during backward."""
+    """Mean nanoseconds a step in which some bucket was under way, and how many of them in backward."""
     under_way, hidden, places = 0, 0, samples(track)
     buckets = range(len(section.buckets))
     columns = [

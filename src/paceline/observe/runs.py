@@ -1,7 +1,7 @@
 """From chapters, which ranks wrote each for itself, to what they did together.
 
-A section is one wrapper on all of its ranks. Its tracks are the steps of the plan that most steps had, with all
-times on the clock of the first rank's host.
+A section is one wrapper on all of its ranks. Its tracks are the steps of the plan that most steps had, with
+all times on the clock of the first rank's host.
 """
 
 from collections import Counter, defaultdict
