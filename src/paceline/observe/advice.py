@@ -150,7 +150,9 @@ def _compress(facts: Facts) -> Iterator[Suggestion]:
             f"{facts.share(facts.exposed)} is communication between {facts.hosts} hosts after backward; "
             f"{size(facts.nbytes)} of gradients in {milliseconds(facts.under_way)} is {rate:.2g} Gbit/s"
         )
-        change = "ddp.register_comm_hook(None, paceline.hooks.int8()): send a quarter of the bytes; or bf16(): half"
+        change = (
+            "ddp.register_comm_hook(None, paceline.hooks.int8()): a quarter of the bytes; or bf16(): half"
+        )
         yield Suggestion("hook", change, figure, facts.exposed / 2)
 
 
@@ -183,8 +185,8 @@ def _buffers(facts: Facts) -> Iterator[Suggestion]:
     spent = facts.parts[Part.BUFFERS]
     if facts.is_worth(spent):
         change = (
-            "forward_sync_buffers=False, if ranks may have their own; or leave buffers unchanged: those that no "
-            "rank changes for three steps are not sent"
+            "forward_sync_buffers=False, if ranks may have their own; or leave buffers unchanged: those that "
+            "no rank changes for three steps are not sent"
         )
         figure = f"module buffers are made equal in every forward, in {facts.share(spent)}"
         yield Suggestion("buffers", change, figure, spent)

@@ -1,9 +1,9 @@
 """Hosts' clocks, set by each other: from when buckets left and came back.
 
-A bucket cannot be back anywhere before every rank has launched it. So each step gives two bounds for what must
-be added to one host's times to have the other's: at least what makes its first return as late as the other's
-last launch, and at most what leaves its last launch as early as the other's first return. The tightest of many
-steps are used, and the offset is the middle between them.
+A bucket cannot be back anywhere before every rank has launched it. So each step gives two bounds for what
+must be added to one host's times to have the other's: at least what makes its first return as late as the
+other's last launch, and at most what leaves its last launch as early as the other's first return. The
+tightest of many steps are used, and the offset is the middle between them.
 """
 
 import statistics

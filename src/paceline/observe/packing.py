@@ -12,6 +12,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from paceline.observe.runs import Track
 from paceline.recording.rows import BucketColumn, Column, Sum
@@ -86,8 +87,7 @@ def _since(begins: Sequence[int], times: Sequence[int], unit: int) -> list[int]:
 
 def _bytes(column: Sequence[int]) -> bytes:
     kept = [min(max(each, -_LIMIT), _LIMIT) for each in column]
-    before = [0, *kept[:-1]]
-    changes = (each - last for each, last in zip(kept, before, strict=True))
+    changes = (each - last for last, each in pairwise([0, *kept]))
     cells = array("I", [change << 1 if change >= 0 else (-change << 1) - 1 for change in changes])
     if sys.byteorder == "big":
         cells.byteswap()

@@ -69,9 +69,9 @@ def _span(start: int, end: int) -> int:
 
 def typical(lengths: Sequence[int]) -> list[int]:
     """Where the middle half of the steps is, by length; without the last, of which no next one tells it."""
-    places = range(max(1, len(lengths) - 1))
-    low, _, high = quartiles([lengths[place] for place in places])
-    return [place for place in places if low <= lengths[place] <= high]
+    ordered = sorted(range(max(1, len(lengths) - 1)), key=lambda place: lengths[place])
+    quarter = len(ordered) // 4
+    return ordered[quarter : len(ordered) - quarter]
 
 
 def shares(spent: Durations, places: Sequence[int]) -> dict[Part, float]:
