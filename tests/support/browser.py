@@ -1,5 +1,6 @@
 """Debian's chromium without a window, for pages on the disk."""
 
+import shutil
 from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions
@@ -23,11 +24,11 @@ SECONDS = 20
 def open_browser(profile: Path) -> Chrome:
     """A browser with a profile of its own; who opens it quits it."""
     options = ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
+    options.binary_location = shutil.which("chromium") or "chromium"
     for flag in (*_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+    driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
     driver.set_page_load_timeout(SECONDS)
     return driver
 
