@@ -208,6 +208,8 @@ def damage(folder: Path, kind: str) -> None:
             about.write_text("[1, 2]")
         case "without its rank":
             about.write_text(json.dumps({key: value for key, value in known.items() if key != "rank"}))
+        case "without its group":
+            about.write_text(json.dumps({key: value for key, value in known.items() if key != "group"}))
         case "with a word for a number":
             about.write_text(json.dumps(known | {"cap": "many"}))
         case "of no text":
@@ -218,13 +220,14 @@ def damage(folder: Path, kind: str) -> None:
     ("kind", "words"),
     [
         ("cut off", "damaged"),
-        ("cut off in a number", "cut off after 5003 bytes"),
+        ("cut off in a number", "cut off"),
         ("emptied", "cut off after 0 bytes"),
         ("without its rows", "damaged"),
         ("of another version", "another version of paceline (its: 999, this one reads: 1"),
         ("half described", "not what a rank has written"),
         ("of something else", "not what a rank has written"),
-        ("without its rank", "it lacks rank"),
+        ("without its rank", "rank"),
+        ("without its group", "it lacks 'group'"),
         ("with a word for a number", "damaged"),
         ("of no text", "not what a rank has written"),
     ],
@@ -277,8 +280,9 @@ def recorded_chapters(folder: Path) -> list[Chapter]:
     from paceline.recording.recorder import Recorder
 
     keys = About.__dataclass_fields__
-    recorder = Recorder(lambda: About(**{key: value for key, value in ABOUT.items() if key in keys}), folder)
-    recorder.follow(Plan([Bucket([1], 4), Bucket([0], 4)], "average"))
+    recorder = Recorder(folder)
+    about = About(**{key: value for key, value in ABOUT.items() if key in keys})
+    recorder.follow(Plan([Bucket([1], 4), Bucket([0], 4)], "average"), about)
     for step in range(3):
         recorder.forward_began()
         recorder.forward_ended()

@@ -15,6 +15,8 @@ from paceline.observe.clocks import SAME, Crossing, Offset, offset
 from paceline.recording.reader import Chapter
 from paceline.recording.rows import BucketColumn, Column, Kind
 
+_NUMBERS = ("world", "hosts", "epoch", "first_cap", "cap", "version")
+_WORDS = ("module", "backend", "transport", "device", "exchange", "unit", "host", "boot")
 _TIMES = frozenset(Column) - {Column.STEP, Column.KIND, Column.FORWARDS, Column.COUNT}
 
 
@@ -166,13 +168,34 @@ def sections(chapters: Iterable[Chapter]) -> list[Section]:
     """One for each wrapper, the one with most time first.
 
     Raises:
-        RecordingError: no step was recorded.
+        RecordingError: no step was recorded, or a rank does not say of what.
     """
+    chapters = list(chapters)
+    for chapter in chapters:
+        _check(chapter)
     found = [_section(each) for each in _by_wrapper(chapters)]
     if not any(len(track) for each in found for track in each.tracks):
         raise RecordingError("no step was recorded: the ranks ended before the first synced backward had")
     whole = [each for each in found if all(map(len, each.tracks))]
     return sorted(whole, key=lambda each: -max(sum(track.lengths) for track in each.tracks))
+
+
+def _check(chapter: Chapter) -> None:
+    """See that everything is there that is read later."""
+    about = chapter.about
+    try:
+        numbers = [about[name] for name in _NUMBERS] + [*about["group"], *about["nbytes"]]
+        numbers += [each for bucket in about["buckets"] for each in (bucket["nbytes"], len(bucket["slots"]))]
+        words = [about[name] for name in _WORDS]
+        sound = all(isinstance(each, int) for each in numbers) and all(
+            isinstance(each, str) for each in words
+        )
+        wrong = "" if sound and len(about["slots"]) == len(about["nbytes"]) else "not what a rank writes"
+    except (KeyError, TypeError) as error:
+        wrong = f"it lacks {error}"
+    if wrong:
+        name = f"rank{chapter.rank}-wrapper{chapter.wrapper}-plan{chapter.plan}.json"
+        raise RecordingError(f"the recording is damaged ({name}: {wrong})")
 
 
 def _by_wrapper(chapters: Iterable[Chapter]) -> list[list[Chapter]]:
