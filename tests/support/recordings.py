@@ -163,7 +163,8 @@ class _Simulation:
         row[Column.STEP], row[Column.COUNT], row[Column.FORWARDS] = step, run.count, 1
         row[Column.KIND] = run.kinds.get((step, self._ranks[place]), Kind.ORDINARY)
         row[Column.BEGIN] = row[Column.FORWARD_START] = now
-        row[Column.BUFFERS_END] = now + self._time("buffers", step, place) if run.buffers else 0
+        # Nobody has the first rank's buffers before everybody has come.
+        row[Column.BUFFERS_END] = max(self._now) + self._time("buffers", step, place) if run.buffers else 0
         row[Column.FORWARD_END] = max(now, row[Column.BUFFERS_END]) + self._time("forward", step, place)
         row[Column.BACKWARD_START] = start = row[Column.FORWARD_END] + MS // 2
         length = self._time("backward", step, place)

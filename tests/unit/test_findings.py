@@ -78,6 +78,16 @@ def test_what_a_late_rank_is_slow_at_is_named(find: Find, part: str, named: str)
     assert late.late_ms == pytest.approx(9, abs=0.1)
 
 
+def test_a_rank_that_others_meet_late_before_forward_is_found_there(find: Find) -> None:
+    found = find(Run(ranks=3, steps=100, buffers=0.5, jitter=0.02, slow=[Slow(1, 9, since=40, part="data")]))
+    [late] = found.late
+    # What came after step 40 makes it late in the next one.
+    assert (late.rank, late.since, late.part) == (1, 41, "data and the rest")
+    assert late.late_ms == pytest.approx(9.1, abs=0.2)
+    assert found.parts["module buffers"] == pytest.approx(6.5, abs=0.3)
+    assert [each.kind for each in found.suggestions] == ["late"]
+
+
 def test_a_rank_that_was_late_for_a_time_is_found_with_its_end(find: Find) -> None:
     found = find(Run(ranks=3, steps=400, jitter=0.02, slow=[Slow(1, 10, since=100, until=200)]))
     [late] = found.late

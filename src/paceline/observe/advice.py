@@ -15,7 +15,7 @@ _SMALL_BUCKET = _MIB // 2
 _SMALLEST_CAP = _MIB // 4
 # How many buckets are good: enough to send while backward goes on, too few to cost much.
 _GOOD_BUCKETS = 8
-_COMPRESSING = ("fp16", "bf16", "int8", "int4", "top_k", "power", "sgd", "quantiz", "compress")
+_COMPRESSING = ("fp16", "bf16", "float16", "int8", "int4", "top_k", "power", "sgd", "quantiz", "compress")
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ def analyse(whole: Section) -> Findings:
     recorded = max(map(len, whole.tracks))
     facts = Facts(
         step=step[1],
-        parts=parts,
+        # A rank that comes early waits there for the others: what buffers cost is what the last one spends.
+        parts=parts | {Part.BUFFERS: min(each.parts[Part.BUFFERS] for each in figures)},
         under_way=under_way,
         first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
         buckets=[each.nbytes for each in buckets],

@@ -8,15 +8,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.observe.parts import Durations, Part, median
+from paceline.observe.parts import Durations, Part, median, quartiles
 from paceline.observe.runs import Section
 from paceline.recording.rows import Column, Sum
 
 # A rank is late if it is so by this share of a step, and not by less than can be told from noise.
 _SHARE = 0.03
 _LEAST = 100_000
-# In fewer steps it may be chance.
+# In fewer steps it may be chance; and what is over is worth telling if it was this share of all.
 _FEWEST = 8
+_LONG = 0.05
 # What a rank does by itself; in the other parts it waits for others.
 _OWN = (Part.PASSES, Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.HANDING_OUT, Part.OPTIMIZER, Part.BETWEEN)
 
@@ -71,14 +72,18 @@ def behind(times: Sequence[int]) -> list[int]:
 def stretch(late: Sequence[float], least: float) -> tuple[int, int] | None:
     """From where to where a rank is late: where what exceeds a bar adds up to most.
 
-    The bar is half of what it is late by, once that is known. One very late step counts for a few.
+    The bar is half of what it is late by, once that is known. One very late step counts for a few. What is
+    over must have been long, and most steps must be late, or it is noise.
     """
     found = _heaviest(late, least)
     if found is not None:
         found = _heaviest(late, max(least, median(late[slice(*found)]) / 2))
-    if found is None or found[1] - found[0] < min(_FEWEST, len(late)) or median(late[slice(*found)]) < least:
+    if found is None:
         return None
-    return found
+    start, end = found
+    fewest = max(_FEWEST, _LONG * len(late) if len(late) - end >= _FEWEST else 0)
+    low, middle, _ = quartiles(late[start:end])
+    return found if end - start >= min(fewest, len(late)) and low >= least / 2 and middle >= least else None
 
 
 def _heaviest(late: Sequence[float], bar: float) -> tuple[int, int] | None:
@@ -103,31 +108,43 @@ def late_ranks(section: Section, spent: Sequence[Durations], step_ns: float) -> 
 
 def arrivals(section: Section, step_ns: float) -> list[Arrivals]:
     """How each rank comes to the end of backward."""
-    late = _lateness(section, max(_SHARE * step_ns, _LEAST))
+    late = _at_the_end(section, max(_SHARE * step_ns, _LEAST))
     return [
         Arrivals(track.rank, median(own) / 1e6, _share_last(late, number, 0, len(own)))
         for number, (track, own) in enumerate(zip(section.tracks, late, strict=True))
     ]
 
 
-def _lateness(section: Section, least: float) -> list[list[int]]:
-    """Of each rank in each matched step: at the end of backward, or where module buffers are made equal."""
-    pairs = list(zip(section.tracks, section.matched, strict=True))
-    ends = [[track[Column.BACKWARD_END][place] for place in places] for track, places in pairs]
-    uncertainty = section.clock_uncertainty
+# Of each rank in each step that all ranks have: by how much it came after the middle one of the others.
+Lateness = Sequence[Sequence[int]]
+
+
+def _at_the_end(section: Section, least: float) -> Lateness:
+    """At the end of backward."""
+    ends, uncertainty = _times(section, Column.BACKWARD_END), section.clock_uncertainty
     if uncertainty is None or 2 * uncertainty > least:
         # Clocks do not tell. But all are given the last bucket at one time: who came last waits least.
-        landings = [[track[Column.LANDED][place] for place in places] for track, places in pairs]
-        waits = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, landings, strict=True)]
-        return [list(own) for own in zip(*map(behind, zip(*waits, strict=True)), strict=True)] or [
-            [] for _ in pairs
-        ]
-    late = [behind(times) for times in zip(*ends, strict=True)]
-    if all(track[Column.BUFFERS_END][place] for track, places in pairs for place in places[:1]):
-        starts = [[track[Column.FORWARD_START][place] for place in places] for track, places in pairs]
-        before = (behind(times) for times in zip(*starts, strict=True))
-        late = [list(map(max, *both)) for both in zip(late, before, strict=True)]
-    return [list(own) for own in zip(*late, strict=True)] or [[] for _ in pairs]
+        landings = _times(section, Column.LANDED)
+        ends = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, landings, strict=True)]
+    return _compared(ends)
+
+
+def _at_the_start(section: Section) -> Lateness | None:
+    """At the start of forward, where module buffers are made equal; None if they are not."""
+    synced = _times(section, Column.BUFFERS_END)
+    return _compared(_times(section, Column.FORWARD_START)) if all(map(any, synced)) else None
+
+
+def _times(section: Section, column: Column) -> list[list[int]]:
+    return [
+        [track[column][place] for place in places]
+        for track, places in zip(section.tracks, section.matched, strict=True)
+    ]
+
+
+def _compared(times: Sequence[Sequence[int]]) -> Lateness:
+    steps = map(behind, zip(*times, strict=True))
+    return list(zip(*steps, strict=True)) or [[] for _ in times]
 
 
 def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int) -> float:
@@ -137,28 +154,44 @@ def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int
 
 
 def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list[Late]:
-    late, steps, found = _lateness(section, least), section.steps, []
-    for number, own in enumerate(late):
-        where = stretch(own, least)
-        if where is None:
-            continue
-        start, end = where
-        since, give = _earlier(section, number, steps[start], least) if start == 0 else (steps[start], 0)
-        part, part_ms = _slow_part(section, spent, number, where)
-        found.append(
-            Late(
-                section.tracks[number].rank,
-                median(own[start:end]) / 1e6,
-                _share_last(late, number, start, end),
-                since,
-                None if len(own) - end < _FEWEST else steps[end - 1],
-                give,
-                part,
-                part_ms,
-                *_steps(_matched_lengths(section, number), where),
-            )
-        )
-    return found
+    """Who is late where ranks meet; a rank that is so in both places, where it is so by more."""
+    found: dict[int, Late] = {}
+    for late in (_at_the_end(section, least), _at_the_start(section)):
+        for number, own in enumerate(late or ()):
+            where = stretch(own, least)
+            if late is not None and where is not None:
+                each = _late(section, spent, late, number, where, least)
+                known = found.get(each.rank)
+                if known is None or known.late_ms < each.late_ms:
+                    found[each.rank] = each
+    return list(found.values())
+
+
+def _late(
+    section: Section,
+    spent: Sequence[Durations],
+    late: Lateness,
+    number: int,
+    where: tuple[int, int],
+    least: float,
+) -> Late:
+    start, end = where
+    steps, own = section.steps, late[number]
+    since, give = _earlier(section, number, steps[start], least) if start == 0 else (steps[start], 0)
+    part, part_ms = _slow_part(section, spent, number, where)
+    step_ms, other_ms = _steps(_matched_lengths(section, number), where)
+    return Late(
+        rank=section.tracks[number].rank,
+        late_ms=median(own[start:end]) / 1e6,
+        last=_share_last(late, number, start, end),
+        since=since,
+        until=None if len(own) - end < _FEWEST else steps[end - 1],
+        give=give,
+        part=part,
+        part_ms=part_ms,
+        step_ms=step_ms,
+        other_ms=other_ms,
+    )
 
 
 def _matched_lengths(section: Section, number: int) -> list[float]:
