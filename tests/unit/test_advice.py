@@ -11,7 +11,7 @@ from paceline.observe.parts import Part
 MIB = 1 << 20
 PARTS = dict.fromkeys(Part, 0.0)
 PARTS |= {Part.FORWARD: 30.0, Part.BACKWARD: 60.0, Part.OPTIMIZER: 8.0, Part.BETWEEN: 2.0}
-LATE = Late(3, 12.0, 0.98, 300, None, 0, "backward", 11.5, 112.0, 100.0)
+LATE = Late(3, "the end of backward", 12.0, 0.98, 300, None, 0, "backward", 11.5, 112.0, 100.0)
 
 FINE = Facts(
     step=100.0,

@@ -83,6 +83,8 @@ def test_a_rank_that_others_meet_late_before_forward_is_found_there(find: Find) 
     [late] = found.late
     # What came after step 40 makes it late in the next one.
     assert (late.rank, late.since, late.part) == (1, 41, "data and the rest")
+    assert late.where == "the start of forward"
+    assert [round(each.last) for each in found.arrivals] == [0, 1, 0]
     assert late.late_ms == pytest.approx(9.1, abs=0.2)
     assert found.parts["module buffers"] == pytest.approx(6.5, abs=0.3)
     assert [each.kind for each in found.suggestions] == ["late"]

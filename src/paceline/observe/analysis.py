@@ -73,7 +73,7 @@ class Findings:
         rate: how many samples a second all ranks had together, in the run; None if they were not counted.
         unit: or what else was counted.
         ranks: each rank's figures.
-        arrivals: how each comes to the end of backward.
+        arrivals: how each comes to where ranks meet.
         late: who is late.
         buckets: what each waits for.
         suggestions: what to change.
@@ -161,7 +161,7 @@ def analyse(whole: Section) -> Findings:
         rate=_rate(section),
         unit=str(section.about["unit"]),
         ranks=figures,
-        arrivals=arrivals(section, middle),
+        arrivals=arrivals(section, middle, late),
         late=late,
         buckets=buckets,
         suggestions=suggestions(facts),

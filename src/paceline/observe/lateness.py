@@ -4,6 +4,7 @@ In the last steps, which are recorded whole, by when ranks come to where they me
 run, of which there are only sums, by who waits least.
 """
 
+import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +23,21 @@ _LONG = 0.05
 _OWN = (Part.PASSES, Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.HANDING_OUT, Part.OPTIMIZER, Part.BETWEEN)
 
 
+class Meeting(enum.StrEnum):
+    """Where ranks wait for each other."""
+
+    START = "the start of forward"
+    """If module buffers are made equal there."""
+    END = "the end of backward"
+
+
 @dataclass(frozen=True)
 class Late:
     """A rank that others wait for.
 
     Attributes:
         rank: which.
+        where: at what it comes late; a ``Meeting``.
         late_ms: by how much it comes after the middle one of the others, in the middle one of these steps.
         last: in which share of these steps it came last.
         since: the first of them.
@@ -40,6 +50,7 @@ class Late:
     """
 
     rank: int
+    where: str
     late_ms: float
     last: float
     since: int
@@ -53,9 +64,10 @@ class Late:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How a rank comes to the end of backward: how late in the middle step, and how often as the last."""
+    """How a rank comes to where ranks meet: how late in the middle step, and how often as the last."""
 
     rank: int
+    where: str
     late_ms: float
     last: float
 
@@ -106,11 +118,12 @@ def late_ranks(section: Section, spent: Sequence[Durations], step_ns: float) -> 
     return sorted(found, key=lambda each: -each.late_ms)
 
 
-def arrivals(section: Section, step_ns: float) -> list[Arrivals]:
-    """How each rank comes to the end of backward."""
-    late = _at_the_end(section, max(_SHARE * step_ns, _LEAST))
+def arrivals(section: Section, step_ns: float, late_ranks: Sequence[Late]) -> list[Arrivals]:
+    """How each rank comes to where the late one is late, or to the end of backward."""
+    where = late_ranks[0].where if late_ranks else Meeting.END
+    late = _meetings(section, max(_SHARE * step_ns, _LEAST)).get(Meeting(where), [])
     return [
-        Arrivals(track.rank, median(own) / 1e6, _share_last(late, number, 0, len(own)))
+        Arrivals(track.rank, where, median(own) / 1e6, _share_last(late, number, 0, len(own)))
         for number, (track, own) in enumerate(zip(section.tracks, late, strict=True))
     ]
 
@@ -119,20 +132,21 @@ def arrivals(section: Section, step_ns: float) -> list[Arrivals]:
 Lateness = Sequence[Sequence[int]]
 
 
+def _meetings(section: Section, least: float) -> dict[Meeting, Lateness]:
+    """Wherever the ranks meet."""
+    found = {Meeting.END: _at_the_end(section, least)}
+    if all(map(any, _times(section, Column.BUFFERS_END))):
+        found[Meeting.START] = _compared(_times(section, Column.FORWARD_START))
+    return found
+
+
 def _at_the_end(section: Section, least: float) -> Lateness:
-    """At the end of backward."""
     ends, uncertainty = _times(section, Column.BACKWARD_END), section.clock_uncertainty
     if uncertainty is None or 2 * uncertainty > least:
         # Clocks do not tell. But all are given the last bucket at one time: who came last waits least.
         landings = _times(section, Column.LANDED)
         ends = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, landings, strict=True)]
     return _compared(ends)
-
-
-def _at_the_start(section: Section) -> Lateness | None:
-    """At the start of forward, where module buffers are made equal; None if they are not."""
-    synced = _times(section, Column.BUFFERS_END)
-    return _compared(_times(section, Column.FORWARD_START)) if all(map(any, synced)) else None
 
 
 def _times(section: Section, column: Column) -> list[list[int]]:
@@ -156,11 +170,11 @@ def _share_last(late: Sequence[Sequence[float]], rank: int, start: int, end: int
 def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list[Late]:
     """Who is late where ranks meet; a rank that is so in both places, where it is so by more."""
     found: dict[int, Late] = {}
-    for late in (_at_the_end(section, least), _at_the_start(section)):
-        for number, own in enumerate(late or ()):
+    for meeting, late in _meetings(section, least).items():
+        for number, own in enumerate(late):
             where = stretch(own, least)
-            if late is not None and where is not None:
-                each = _late(section, spent, late, number, where, least)
+            if where is not None:
+                each = _late(section, spent, late, number, meeting=meeting, where=where, least=least)
                 known = found.get(each.rank)
                 if known is None or known.late_ms < each.late_ms:
                     found[each.rank] = each
@@ -172,6 +186,8 @@ def _late(
     spent: Sequence[Durations],
     late: Lateness,
     number: int,
+    *,
+    meeting: Meeting,
     where: tuple[int, int],
     least: float,
 ) -> Late:
@@ -182,6 +198,7 @@ def _late(
     step_ms, other_ms = _steps(_matched_lengths(section, number), where)
     return Late(
         rank=section.tracks[number].rank,
+        where=meeting,
         late_ms=median(own[start:end]) / 1e6,
         last=_share_last(late, number, start, end),
         since=since,
@@ -256,7 +273,7 @@ def _in_sums(section: Section, least: float) -> list[Late]:
             until = sum(blocks[end - 1]) - 1 if end < len(blocks) else None
             steps = _steps(_block_lengths(section, number, blocks), where)
             rank = section.tracks[number].rank
-            found.append(Late(rank, late_ms, last, first, until, many - 1, None, 0.0, *steps))
+            found.append(Late(rank, Meeting.END, late_ms, last, first, until, many - 1, None, 0.0, *steps))
     return found
 
 

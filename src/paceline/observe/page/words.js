@@ -96,7 +96,7 @@ function lateWords(late) {
   const when = late.until === null ? `since ${about}` : `from ${about} to ${number(late.until)}`;
   const slow = late.part ? ` It is slow in ${late.part}: ${duration(late.part_ms)} longer than the others.` : "";
   const steps = late.other_ms === null ? "" : ` Steps take ${duration(late.step_ms)}, and ${duration(late.other_ms)} when it is not late.`;
-  return `late by ${duration(late.late_ms)} a step ${when}; the last to end backward in ${percent(late.last)} of these steps.${slow}${steps}`;
+  return `late by ${duration(late.late_ms)} a step ${when}; the last to come to ${late.where} in ${percent(late.last)} of these steps.${slow}${steps}`;
 }
 
 function writeLate(section) {
@@ -106,7 +106,7 @@ function writeLate(section) {
   const order = section.arrivals.length <= 6 ? section.arrivals : section.arrivals.slice().sort((a, b) => b.late_ms - a.late_ms);
   const rows = order.map((each) => make("tr", {}, make("th", { scope: "row" }, `rank ${each.rank}`),
     make("td", {}, `${each.late_ms > 0 ? "+" : each.late_ms < 0 ? "−" : ""}${duration(Math.abs(each.late_ms))}`), make("td", {}, percent(each.last))));
-  const table = make("table", {}, head("", "end of backward, against the others", "came last"), make("tbody", {}, ...rows));
+  const table = make("table", {}, head("", `${section.arrivals[0].where}, against the others`, "came last"), make("tbody", {}, ...rows));
   $("late").replaceChildren(...words, ...(rows.length > 1 ? [make("div", { class: "scroller short" }, table)] : []));
 }
 
@@ -154,7 +154,7 @@ function fillBuckets(section, choice) {
     return make("tr", {}, make("th", { scope: "row" }, String(bucket.bucket)), make("td", {}, bytes(bucket.nbytes)), make("td", {}, number(bucket.slots)),
       make("td", {}, duration(ready)), make("td", {}, duration(launch)), make("td", {}, duration(done)), make("td", { class: "wide" }, picture), waits);
   });
-  $("buckets").replaceChildren(head("bucket", "size", "parameters", "full", "left", "back", "in backward", "waits for"), make("tbody", {}, ...rows));
+  $("buckets").replaceChildren(head("bucket", "size", "parameters", "full", "left", "seen back", "in backward", "waits for"), make("tbody", {}, ...rows));
 }
 
 function writeRun(section) {
