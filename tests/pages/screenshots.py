@@ -13,7 +13,7 @@ from selenium.webdriver import Chrome
 
 from paceline.observe.report import page, recorded
 
-WIDTH, HEIGHT = 1366, 1400
+WIDTH, HEIGHT = 1366, 1040
 RUN = Run(
     ranks=4,
     steps=900,
