@@ -188,6 +188,17 @@ def test_dark_is_the_systems_choice_or_the_switchs(driver: WebDriver, written: P
     assert complaints(driver) == []
 
 
+def test_nothing_moves_while_it_is_drawn(driver: WebDriver) -> None:
+    script = """
+        const done = arguments[0];
+        const shifts = [];
+        new PerformanceObserver((list) => shifts.push(...list.getEntries().map((each) => each.value)))
+          .observe({ type: "layout-shift", buffered: true });
+        requestAnimationFrame(() => setTimeout(() => done(shifts), 50));
+    """
+    assert sum(driver.execute_async_script(script)) < 0.01
+
+
 @pytest.mark.parametrize("wide", [1366, 390])
 def test_nothing_is_cut_off(driver: WebDriver, written: Path, wide: int) -> None:
     resize(driver, wide, 768)

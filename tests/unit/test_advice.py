@@ -63,7 +63,7 @@ def test_where_nothing_stands_out_nothing_is_suggested() -> None:
             "2 buckets, the largest of 16.0 MiB",
         ),
         (
-            replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100),
+            replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100, cap=64 * 1024),
             "larger cap",
             "bucket_cap_mb=1",
             "100 buckets of 64.0 KiB on average take 0.40 ms each",
@@ -99,7 +99,9 @@ def test_a_suggestion_comes_with_its_figure(facts: Facts, kind: str, change: str
         replace(FINE, transport="c10d", device="cuda:0"),
         replace(FINE, buckets=[16 * MIB, 16 * MIB]),
         replace(FINE, parts=EXPOSED),
-        replace(FINE, buckets=[64 * 1024] * 100),
+        replace(FINE, buckets=[64 * 1024] * 100, cap=64 * 1024),
+        replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100),
+        replace(FINE, parts=EXPOSED, buckets=[16 * MIB, 16 * MIB], cap=2 * MIB),
         replace(FINE, hosts=2),
         replace(FINE, parts=EXPOSED, hosts=2, exchange="int8"),
         replace(FINE, first_ready=0.8),
@@ -109,7 +111,8 @@ def test_a_suggestion_comes_with_its_figure(facts: Facts, kind: str, change: str
     ],
     ids=[
         "late no more", "several hosts", "little time", "another device", "all hidden", "good caps already",
-        "small but hidden", "hosts but hidden", "compressed already", "first late but hidden",
+        "small but hidden", "small though they may be large", "large in spite of the cap",
+        "hosts but hidden", "compressed already", "first late but hidden",
         "cheap buffers", "quick data", "no time at all",
     ],
 )  # fmt: skip

@@ -178,6 +178,14 @@ def test_the_terminal_says_what_matters_and_where_the_page_is(tmp_path: Path) ->
     assert (tmp_path / "report.html").read_text("utf-8").startswith("<!doctype html>")
 
 
+def test_the_page_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    write(Run(ranks=1, steps=3), tmp_path)
+    assert paceline(tmp_path, "--open").exit_code == 0
+    assert opened == [(tmp_path / "report.html").as_uri()]
+
+
 def test_findings_can_be_had_as_json(tmp_path: Path) -> None:
     write(Run(ranks=2, steps=30), tmp_path)
     result = paceline(tmp_path, "--json", "-o", tmp_path / "elsewhere.html")

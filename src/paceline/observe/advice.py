@@ -119,7 +119,7 @@ def _transport(facts: Facts) -> Iterator[Suggestion]:
 def _smaller_cap(facts: Facts) -> Iterator[Suggestion]:
     cap = max(_SMALLEST_CAP, facts.nbytes // _GOOD_BUCKETS)
     few = 0 < len(facts.buckets) <= _FEW_BUCKETS and max(facts.buckets) > 2 * cap
-    if facts.ranks > 1 and few and facts.is_worth(facts.exposed):
+    if facts.ranks > 1 and few and cap < facts.cap and facts.is_worth(facts.exposed):
         figure = (
             f"after backward, communication goes on for {facts.share(facts.exposed)}; there are "
             f"{len(facts.buckets)} buckets, the largest of {size(max(facts.buckets))}"
@@ -129,14 +129,14 @@ def _smaller_cap(facts: Facts) -> Iterator[Suggestion]:
 
 
 def _larger_cap(facts: Facts) -> Iterator[Suggestion]:
+    cap = max(_MIB, facts.nbytes // _GOOD_BUCKETS)
     many = len(facts.buckets) >= _MANY_BUCKETS and facts.nbytes / len(facts.buckets) < _SMALL_BUCKET
-    if many and facts.is_worth(facts.under_way) and facts.is_worth(facts.exposed):
+    if many and cap > facts.cap and facts.is_worth(facts.under_way) and facts.is_worth(facts.exposed):
         each = facts.under_way / len(facts.buckets)
         figure = (
             f"{len(facts.buckets)} buckets of {size(facts.nbytes / len(facts.buckets))} on average take "
             f"{milliseconds(each)} each, and {facts.share(facts.exposed)} is communication after backward"
         )
-        cap = max(_MIB, facts.nbytes // _GOOD_BUCKETS)
         change = f"bucket_cap_mb={_megabytes(cap)}: fewer and larger buckets cost less to send"
         yield Suggestion("larger cap", change, figure, facts.exposed)
 
