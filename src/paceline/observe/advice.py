@@ -112,7 +112,9 @@ def _transport(facts: Facts) -> Iterator[Suggestion]:
     if one_host and facts.transport == "c10d" and facts.is_worth(facts.under_way):
         under_way = facts.share(facts.under_way)
         figure = f"all {facts.ranks} ranks are on one host, and gradients are under way for {under_way}"
-        change = 'transport="auto": let the ranks of a host average in its memory'
+        change = (
+            'transport="auto": ranks of one host average in its memory; if it is set, a warning says why not'
+        )
         yield Suggestion("transport", change, figure, facts.exposed)
 
 

@@ -18,7 +18,7 @@ from paceline.recording.rows import BucketColumn, Column
 # Of all tracks together: more would make the page larger than a browser opens at once.
 _MOST_NUMBERS = 3_500_000
 _MOST_RANKS = 64
-_SCRIPTS = ("data.js", "timeline.js", "plots.js", "words.js", "page.js")
+_SCRIPTS = ("data.js", "words.js", "timeline.js", "plots.js", "tables.js", "page.js")
 
 
 def recorded(folder: Path) -> list[tuple[Section, Findings]]:

@@ -4,6 +4,9 @@
 
 const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "backwardEnd", "landed", "end",
   "optimizerStart", "optimizerEnd"];
+// Parts of a step, by their places in the findings.
+const PASSES = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED = 6, HANDING_OUT = 7,
+  OPTIMIZER = 8, BETWEEN = 9, PARTS = 10;
 
 async function inflate(text) {
   const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -22,7 +25,8 @@ class Columns {
     const column = new Int32Array(length);
     let value = 0;
     for (let i = 0, at = place; i < length; i++, at++) {
-      const cell = bytes[at] | bytes[at + length] << 8 | bytes[at + 2 * length] << 16 | bytes[at + 3 * length] << 24;
+      const low = bytes[at] | bytes[at + length] << 8;
+      const cell = low | bytes[at + 2 * length] << 16 | bytes[at + 3 * length] << 24;
       value += (cell >>> 1) ^ -(cell & 1);
       column[i] = value;
     }
@@ -46,9 +50,8 @@ class Track {
     this.buckets = Array.from({ length: buckets }, () => ({
       ready: columns.next(rows), launch: columns.next(rows), done: columns.next(rows), last: columns.next(rows),
     }));
-    const sums = about.sums;
-    const [steps, first, step, exposed, communication, count] = Array.from({ length: 6 }, () => columns.next(sums));
-    this.sums = { steps, first, step, exposed, communication, count };
+    const sums = ["steps", "first", "step", "exposed", "communication", "count"];
+    this.sums = Object.fromEntries(sums.map((name) => [name, columns.next(about.sums)]));
   }
 
   at(column, row) {
@@ -79,7 +82,8 @@ class Track {
 
 class Recording {
   constructor(columns, section) {
-    this.tracks = section.tracks.map((about) => new Track(columns, about, section.buckets.length, section.tick_ms));
+    const buckets = section.buckets.length;
+    this.tracks = section.tracks.map((about) => new Track(columns, about, buckets, section.tick_ms));
     this.arrivals = new Map();
     for (const track of this.tracks) {
       for (let row = 0; row < track.length; row++) {
@@ -94,21 +98,23 @@ class Recording {
   // A step's parts as [which part, from, to]; parts are numbered as the findings list them.
   segments(track, row) {
     const at = (name) => track.time(name, row);
-    const begin = track.begins[row], start = at("forwardStart"), buffers = at("buffersEnd"), forward = at("forwardEnd");
+    const begin = track.begins[row], start = at("forwardStart"), buffers = at("buffersEnd");
+    const synced = buffers > start ? buffers : start, forward = at("forwardEnd");
     const backward = at("backwardStart"), arrival = at("backwardEnd"), landed = at("landed"), end = at("end");
     const last = Math.min(landed, Math.max(arrival, this.arrivals.get(track.steps[row])));
     const optimizer = at("optimizerEnd"), over = Number.isNaN(optimizer) ? end : optimizer;
     return [
-      [0, begin, start], [1, start, buffers], [2, buffers > start ? buffers : start, forward], [3, forward, backward],
-      [4, backward, arrival], [5, arrival, last], [6, last, landed], [7, landed, end],
-      [9, end, at("optimizerStart")], [8, at("optimizerStart"), optimizer], [9, over, track.finish(row)],
+      [PASSES, begin, start], [BUFFERS, start, buffers], [FORWARD, synced, forward], [LOSS, forward, backward],
+      [BACKWARD, backward, arrival], [WAITING, arrival, last], [EXPOSED, last, landed], [HANDING_OUT, landed, end],
+      [BETWEEN, end, at("optimizerStart")], [OPTIMIZER, at("optimizerStart"), optimizer],
+      [BETWEEN, over, track.finish(row)],
     ].filter(([, from, to]) => to > from);
   }
 
   // Of each track and part, milliseconds up to each row: what many steps spent is a difference of two.
   totals(track) {
     if (!track.totals) {
-      track.totals = Array.from({ length: 10 }, () => new Float64Array(track.length + 1));
+      track.totals = Array.from({ length: PARTS }, () => new Float64Array(track.length + 1));
       for (let row = 0; row < track.length; row++) {
         for (const total of track.totals) total[row + 1] = total[row];
         for (const [part, from, to] of this.segments(track, row)) track.totals[part][row + 1] += to - from;

@@ -9,7 +9,7 @@ function colours() {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
   const context = tile.getContext("2d");
-  context.fillStyle = parts[PATTERNED];
+  context.fillStyle = parts[WAITING];
   context.fillRect(0, 0, 6, 6);
   context.strokeStyle = read("stripe");
   context.lineWidth = 1.4;
@@ -30,28 +30,40 @@ function colours() {
   };
 }
 
-const timeline = new Timeline($("timeline"), $("overview"), { parts: found.parts, colours: colours(), onMove: read });
+const timeline = new Timeline($("timeline"), $("overview"), {
+  parts: found.parts, colours: colours(), onMove: read,
+});
 let plots = [];
 
+// What the step in the middle of the view spent where, below the timeline.
 function read() {
   const [track, row] = timeline.middle();
-  const parts = timeline.recording.segments(track, row);
-  const spent = found.parts.map((part, i) => [part, parts.reduce((sum, [which, from, to]) => sum + (which === i ? to - from : 0), 0)]);
-  const words = spent.filter(([, ms]) => ms > 0).map(([part, ms]) => `${part} ${duration(ms)}`).join(", ");
-  $("reading").textContent = `rank ${track.rank}, step ${number(track.steps[row])}${kindWords(track.kinds[row])}: ${words}`;
+  const spent = new Array(PARTS).fill(0);
+  for (const [part, from, to] of timeline.recording.segments(track, row)) spent[part] += to - from;
+  const words = found.parts.map((part, i) => [part, spent[i]]).filter(([, ms]) => ms > 0)
+    .map(([part, ms]) => `${part} ${duration(ms)}`).join(", ");
+  const step = `step ${number(track.steps[row])}${kindWords(track.kinds[row])}`;
+  $("reading").textContent = `rank ${track.rank}, ${step}: ${words}`;
 }
 
+const hiddenShare = ({ exposed, communication }, i) =>
+  communication[i] ? Math.max(0, 1 - exposed[i] / communication[i]) : NaN;
+const countRate = ({ count, steps, step }, i) => count[i] / steps[i] / (step[i] / 1e6);
+
 function makePlots(section) {
-  const counted = section.rate !== null;
   const kinds = [
     { title: "Step time", unit: duration, values: (sums, i) => sums.step[i] / 1000 },
     { title: "Waiting after backward", unit: duration, values: (sums, i) => sums.exposed[i] / 1000 },
-    { title: "Communication hidden under backward", unit: percent, most: 1, values: (sums, i) => sums.communication[i] ? Math.max(0, 1 - sums.exposed[i] / sums.communication[i]) : NaN },
-    counted ? { title: `${section.unit} a second, all ranks`, unit: number, total: true, values: (sums, i) => sums.count[i] / sums.steps[i] / (sums.step[i] / 1e6) } : null,
-  ].filter(Boolean);
-  const figures = kinds.map(() => make("figure", {}, make("figcaption", {}, make("span", { class: "title" }), make("span", { class: "value muted small" })), make("canvas", { height: HIGH, "aria-hidden": "true" })));
+    { title: "Communication hidden under backward", unit: percent, most: 1, values: hiddenShare },
+  ];
+  if (section.rate !== null) {
+    kinds.push({ title: `${section.unit} a second, all ranks`, unit: number, total: true, values: countRate });
+  }
+  const figures = kinds.map(() => make("figure", {},
+    make("figcaption", {}, make("span", { class: "title" }), make("span", { class: "value muted small" })),
+    make("canvas", { height: HIGH, "aria-hidden": "true" })));
   $("plots").replaceChildren(...figures);
-  plots = kinds.map((kind, i) => new Plot(figures[i], kind, timeline.colours, (step) => goTo(step)));
+  plots = kinds.map((kind, i) => new Plot(figures[i], kind, timeline.colours, goTo));
 }
 
 function goTo(step) {
@@ -65,7 +77,7 @@ function draw() {
   const late = section.late.find((each) => each.until === null) ?? section.late[0];
   const since = document.querySelector("[data-act=since]");
   since.hidden = !late || late.since <= recording.tracks[0].steps[0];
-  if (!since.hidden) since.textContent = `Step ${number(late.since)}`;
+  if (!since.hidden) since.textContent = `Since step ${number(late.since)}`;
   since.title = "Where the late rank begins to be late";
   state.late = late;
   timeline.show(section, recording);
@@ -74,7 +86,8 @@ function draw() {
 
 function choose(index) {
   state.section = index;
-  document.querySelectorAll("#sections button").forEach((button, i) => button.setAttribute("aria-pressed", i === index));
+  const buttons = document.querySelectorAll("#sections button");
+  buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === index));
   writeWords(found.sections[index]);
   makePlots(found.sections[index]);
   if (state.recordings) draw();
@@ -91,10 +104,19 @@ function repaint() {
 }
 
 const ACTS = {
-  left: () => timeline.pan(-0.25), right: () => timeline.pan(0.25), in: () => timeline.zoom(0.5), out: () => timeline.zoom(2),
-  all: () => timeline.all(), reset: () => timeline.move(timeline.home.from, timeline.home.to), since: () => goTo(state.late.since),
+  left: () => timeline.pan(-0.25),
+  right: () => timeline.pan(0.25),
+  in: () => timeline.zoom(0.5),
+  out: () => timeline.zoom(2),
+  all: () => timeline.all(),
+  reset: () => timeline.move(timeline.home.from, timeline.home.to),
+  since: () => goTo(state.late.since),
 };
-const KEYS = { ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", "−": "out", a: "all", 0: "reset", Home: "all" };
+const KEYS = {
+  ArrowLeft: ACTS.left, ArrowRight: ACTS.right, "+": ACTS.in, "=": ACTS.in, "-": ACTS.out, "−": ACTS.out,
+  a: ACTS.all, Home: ACTS.all, 0: ACTS.reset,
+  ArrowUp: () => chooseLane(-1), ArrowDown: () => chooseLane(1), ",": () => stepBy(-1), ".": () => stepBy(1),
+};
 
 function chooseLane(change) {
   const lanes = timeline.recording.tracks.length;
@@ -111,13 +133,14 @@ function stepBy(change) {
 
 function listen() {
   const canvas = timeline.canvas;
-  document.querySelectorAll("[data-act]").forEach((button) => button.addEventListener("click", () => ACTS[button.dataset.act]()));
+  for (const button of document.querySelectorAll("[data-act]")) {
+    button.addEventListener("click", ACTS[button.dataset.act]);
+  }
   canvas.addEventListener("keydown", (event) => {
-    const others = { ArrowUp: () => chooseLane(-1), ArrowDown: () => chooseLane(1), ",": () => stepBy(-1), ".": () => stepBy(1) };
-    const act = event.ctrlKey || event.metaKey || event.altKey ? null : ACTS[KEYS[event.key]] ?? others[event.key];
-    if (!act) return;
+    const isBrowsers = event.ctrlKey || event.metaKey || event.altKey;
+    if (isBrowsers || !Object.hasOwn(KEYS, event.key)) return;
     event.preventDefault();
-    act();
+    KEYS[event.key]();
   });
   canvas.addEventListener("wheel", (event) => {
     // Who only scrolls past is not held up.
@@ -128,7 +151,10 @@ function listen() {
   }, { passive: false });
   canvas.addEventListener("dblclick", () => ACTS.reset());
   canvas.addEventListener("pointerleave", () => showTip(null));
-  canvas.addEventListener("pointermove", (event) => showTip(event.buttons ? null : timeline.tell(event.offsetX, event.offsetY), event.clientX, event.clientY));
+  canvas.addEventListener("pointermove", (event) => {
+    const words = event.buttons ? null : timeline.tell(event.offsetX, event.offsetY);
+    showTip(words, event.clientX, event.clientY);
+  });
   drag(canvas, (event) => timeline.pan(-event.movementX / (canvas.clientWidth - GUTTER)), false);
   drag(timeline.overview, (event) => {
     const { start, end } = timeline.recording, half = (timeline.view.to - timeline.view.from) / 2;
@@ -136,7 +162,8 @@ function listen() {
     timeline.move(time - half, time + half);
   }, true);
   $("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(null));
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  system.addEventListener("change", () => setTheme(system.matches ? "dark" : "light"));
   let waiting = false;
   new ResizeObserver(() => {
     if (waiting) return;
@@ -159,12 +186,11 @@ function drag(canvas, act, atOnce) {
 }
 
 function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  return document.documentElement.dataset.theme === "dark";
 }
 
 function setTheme(name) {
-  if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = name;
   $("theme").setAttribute("aria-pressed", isDark());
   repaint();
 }

@@ -26,7 +26,7 @@ class Plot {
     this.first = Math.min(...lines.map((line) => line.steps[0] ?? 0));
     this.last = Math.max(...lines.map((line) => ends(line)));
     const every = [];
-    for (const line of this.lines) for (const value of line.values) if (Number.isFinite(value)) every.push(value);
+    for (const { values } of this.lines) every.push(...values.filter(Number.isFinite));
     every.sort((a, b) => a - b);
     // A few very long steps, such as the first, do not press the rest down; they leave the picture at its top.
     const usual = every[Math.floor((every.length - 1) * 0.99)] || 0;
@@ -36,7 +36,8 @@ class Plot {
   }
 
   x(step) {
-    return LEFT + (step - this.first) / Math.max(1, this.last - this.first) * (this.canvas.clientWidth - LEFT - RIGHT);
+    const share = (step - this.first) / Math.max(1, this.last - this.first);
+    return LEFT + share * (this.canvas.clientWidth - LEFT - RIGHT);
   }
 
   y(value) {
@@ -88,7 +89,8 @@ class Plot {
 
   // Each pixel's least and most, because there are more steps than pixels.
   drawLine(context, line, marked) {
-    context.strokeStyle = marked ? this.colours.alarm : this.total ? this.colours.lineStrong : this.colours.lineSoft;
+    const { alarm, lineStrong, lineSoft } = this.colours;
+    context.strokeStyle = marked ? alarm : this.total ? lineStrong : lineSoft;
     context.lineWidth = marked ? 2 : 1.25;
     context.beginPath();
     let column = null, low = 0, high = 0, open = false;

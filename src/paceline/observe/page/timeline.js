@@ -1,10 +1,13 @@
 // The timeline: a lane a rank; its own work above, its buckets under way below.
 
 const GUTTER = 62, AXIS = 20, GAP = 5;
-const PATTERNED = 5; // waiting for the last rank: striped, so that it is told apart without colour
 
 function laneHeight(ranks) {
   return Math.max(12, Math.min(46, Math.floor(400 / ranks)));
+}
+
+function timelineHeight(ranks) {
+  return AXIS + ranks * (laneHeight(ranks) + GAP) + 4;
 }
 
 function fit(canvas, height) {
@@ -35,7 +38,7 @@ class Timeline {
   show(section, recording) {
     Object.assign(this, { section, recording });
     this.lane = laneHeight(recording.tracks.length);
-    this.height = AXIS + recording.tracks.length * (this.lane + GAP) + 4;
+    this.height = timelineHeight(recording.tracks.length);
     this.canvas.style.height = `${this.height}px`;
     const late = section.late.find((each) => each.until === null);
     this.chosen = Math.max(0, recording.tracks.findIndex((track) => late && track.rank === late.rank));
@@ -46,7 +49,8 @@ class Timeline {
   // The view of some steps of the chosen rank.
   around(row, rows) {
     const track = this.recording.tracks[this.chosen];
-    const first = Math.max(0, Math.min(row, track.length - 1)), last = Math.min(track.length - 1, first + rows - 1);
+    const first = Math.max(0, Math.min(row, track.length - 1));
+    const last = Math.min(track.length - 1, first + rows - 1);
     const from = track.begins[first], to = track.finish(last), margin = (to - from) * 0.02;
     return { from: from - margin, to: to + margin };
   }
@@ -142,7 +146,8 @@ class Timeline {
   }
 
   paint(context, part, x, y, width, height) {
-    context.fillStyle = part === PATTERNED ? this.colours.stripes : this.colours.parts[part];
+    // Waiting is striped, so that it is told apart without colour.
+    context.fillStyle = part === WAITING ? this.colours.stripes : this.colours.parts[part];
     context.fillRect(x, y, width, height);
   }
 
@@ -159,7 +164,9 @@ class Timeline {
       context.fillStyle = this.colours.ink;
       context.fillRect(left, top, 1, this.lane);
       if (right - left > 3 * buckets) {
-        for (let bucket = 0; bucket < buckets; bucket++) this.drawBucket(context, track, row, bucket, lower, low);
+        for (let bucket = 0; bucket < buckets; bucket++) {
+          this.drawBucket(context, track, row, bucket, lower, low);
+        }
       } else {
         this.drawSpan(context, track, row, lower, low);
       }
@@ -178,7 +185,7 @@ class Timeline {
 
   drawBucket(context, track, row, bucket, top, height) {
     const { ready, launch, done } = track.buckets[bucket];
-    const full = this.x(track.at(ready, row)), left = this.x(track.at(launch, row)), back = this.x(track.at(done, row));
+    const [full, left, back] = [ready, launch, done].map((column) => this.x(track.at(column, row)));
     // Buckets that are under way at once lie below each other, in two rows.
     const half = height > 11 ? (height - 1) / 2 : height, y = height > 11 && bucket % 2 ? top + half + 1 : top;
     context.fillStyle = this.colours.bucket;
@@ -228,7 +235,7 @@ class Timeline {
 
   drawOverview() {
     const height = 34, context = fit(this.overview, height), width = this.overview.clientWidth;
-    const { start, end } = this.recording, [track] = this.recording.tracks, scale = (width - GUTTER) / (end - start);
+    const { start, end, tracks: [track] } = this.recording, scale = (width - GUTTER) / (end - start);
     if (!this.longest || this.longest.of !== this.recording || this.longest.width !== width) {
       const values = new Float64Array(Math.max(1, Math.ceil(width - GUTTER)));
       for (let row = 0; row < track.length; row++) {
@@ -237,7 +244,8 @@ class Timeline {
       }
       for (let i = 1; i < values.length; i++) values[i] = values[i] || values[i - 1];
       const sorted = values.slice().sort();
-      this.longest = { of: this.recording, width, values, top: sorted[Math.floor(sorted.length * 0.98)] * 1.15 || 1 };
+      const top = sorted[Math.floor(sorted.length * 0.98)] * 1.15 || 1;
+      this.longest = { of: this.recording, width, values, top };
     }
     context.fillStyle = this.colours.quiet;
     this.longest.values.forEach((value, x) => {
@@ -263,8 +271,9 @@ class Timeline {
     if (!track || x < GUTTER || y < AXIS) return null;
     const time = this.timeAt(x), row = track.rowAt(time);
     if (time < track.begins[0] || time > this.recording.end) return null;
-    const lines = [`rank ${track.rank}, step ${track.steps[row].toLocaleString("en")}${kindWords(track.kinds[row])}`];
-    if (y - AXIS - lane * (this.lane + GAP) > this.lane * 0.6) lines.push(...this.tellBuckets(track, row, time));
+    const lines = [`rank ${track.rank}, step ${number(track.steps[row])}${kindWords(track.kinds[row])}`];
+    const isBelow = y - AXIS - lane * (this.lane + GAP) > this.lane * 0.6;
+    if (isBelow) lines.push(...this.tellBuckets(track, row, time));
     const found = this.recording.segments(track, row).find(([, from, to]) => from <= time && time <= to);
     if (lines.length === 1 && found) lines.push(`${this.parts[found[0]]}: ${duration(found[2] - found[1])}`);
     lines.push(`step: ${duration(track.finish(row) - track.begins[row])}`);
@@ -273,18 +282,14 @@ class Timeline {
 
   tellBuckets(track, row, time) {
     const lines = [];
-    track.buckets.forEach((bucket, number) => {
-      const full = track.at(bucket.ready, row), left = track.at(bucket.launch, row), back = track.at(bucket.done, row);
+    track.buckets.forEach(({ ready, launch, done, last }, index) => {
+      const [full, left, back] = [ready, launch, done].map((column) => track.at(column, row));
       if (lines.length < 8 && time >= Math.min(full, left) && time <= back) {
-        const name = this.section.slots[bucket.last[row]] ?? "?";
-        lines.push(`bucket ${number}: under way ${duration(back - left)}, held ${duration(Math.max(0, left - full))}`,
-          `  last gradient: ${name}`);
+        const held = Math.max(0, left - full);
+        lines.push(`bucket ${index}: under way ${duration(back - left)}, held back ${duration(held)}`,
+          `  last gradient: ${this.section.slots[last[row]] ?? "?"}`);
       }
     });
     return lines;
   }
-}
-
-function kindWords(kind) {
-  return kind & 2 ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
 }
