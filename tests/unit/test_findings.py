@@ -217,6 +217,9 @@ def test_a_stretch_is_where_lateness_adds_up() -> None:
     assert stretch([0.0] * 30 + [5.0] * 20 + [0.0] * 9, 1) == (30, 50)
     assert stretch([0.0] * 30 + [500.0] + [0.0] * 20, 1) is None
     assert stretch([5.0] * 9 + [0.0] + [5.0] * 9, 1) == (0, 19)
+    assert stretch([0.0] * 30 + [5.0] * 20 + [0.0] * 9, 1, over=21) is None
+    assert stretch([0.0] * 30 + [5.0] * 20 + [0.0] * 7, 1, over=21) == (30, 50)
+    assert stretch([0.0, 0.0, 5.0] * 30, 1) is None
     assert stretch([], 1) is None
 
 

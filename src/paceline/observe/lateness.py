@@ -16,8 +16,9 @@ from paceline.recording.rows import Column, Sum
 # A rank is late if it is so by this share of a step, and not by less than can be told from noise.
 _SHARE = 0.03
 _LEAST = 100_000
-# In fewer steps it may be chance; and what is over is worth telling if it was this share of all.
+# In fewer steps it may be chance; what is over is worth telling if it was in so many, and this share of all.
 _FEWEST = 8
+_FEWEST_OVER = 32
 _LONG = 0.05
 # What a rank does by itself; in the other parts it waits for others.
 _OWN = (Part.PASSES, Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.HANDING_OUT, Part.OPTIMIZER, Part.BETWEEN)
@@ -81,11 +82,16 @@ def behind(times: Sequence[int]) -> list[int]:
     return [time - ordered[middle + (bisect_left(ordered, time) <= middle)] for time in times]
 
 
-def stretch(late: Sequence[float], least: float) -> tuple[int, int] | None:
+def stretch(late: Sequence[float], least: float, *, over: int = _FEWEST) -> tuple[int, int] | None:
     """From where to where a rank is late: where what exceeds a bar adds up to most.
 
-    The bar is half of what it is late by, once that is known. One very late step counts for a few. What is
-    over must have been long, and most steps must be late, or it is noise.
+    The bar is half of what it is late by, once that is known. One very late step counts for a few. Most of
+    the steps must be late, or it is noise; and so it may be if it is over and was not long.
+
+    Args:
+        late: by how much, step by step.
+        least: what is worth telling.
+        over: how many steps it must have been if it is over.
     """
     found = _heaviest(late, least)
     if found is not None:
@@ -93,7 +99,7 @@ def stretch(late: Sequence[float], least: float) -> tuple[int, int] | None:
     if found is None:
         return None
     start, end = found
-    fewest = max(_FEWEST, _LONG * len(late) if len(late) - end >= _FEWEST else 0)
+    fewest = max(over, _LONG * len(late)) if len(late) - end >= _FEWEST else _FEWEST
     low, middle, _ = quartiles(late[start:end])
     return found if end - start >= min(fewest, len(late)) and low >= least / 2 and middle >= least else None
 
@@ -172,7 +178,7 @@ def _in_rows(section: Section, spent: Sequence[Durations], least: float) -> list
     found: dict[int, Late] = {}
     for meeting, late in _meetings(section, least).items():
         for number, own in enumerate(late):
-            where = stretch(own, least)
+            where = stretch(own, least, over=_FEWEST_OVER)
             if where is not None:
                 each = _late(section, spent, late, number, meeting=meeting, where=where, least=least)
                 known = found.get(each.rank)
