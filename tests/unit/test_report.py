@@ -21,7 +21,7 @@ from paceline.observe.packing import text
 from paceline.observe.report import page, recorded
 from paceline.observe.runs import sections
 from paceline.recording.reader import Chapter
-from paceline.recording.rows import Column, Sum, width
+from paceline.recording.rows import Sum, width
 
 ABOUT = {
     "version": 1, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
@@ -273,35 +273,3 @@ def test_a_page_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
     result = paceline(tmp_path, "-o", tmp_path / "missing" / "page.html")
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
     assert "No such file or directory" in result.output
-
-
-def test_rows_are_the_recorders(tmp_path: Path) -> None:
-    """What is made up here has the columns that the recorder writes."""
-    [section] = sections(recorded_chapters(tmp_path))
-    begin, end = section.tracks[0][Column.BEGIN], section.tracks[0][Column.END]
-    assert all(0 < a < b for a, b in zip(begin, end, strict=True))
-
-
-def recorded_chapters(folder: Path) -> list[Chapter]:
-    from paceline.recording.chapter import About, Bucket, Plan
-    from paceline.recording.reader import read
-    from paceline.recording.recorder import Recorder
-
-    keys = About.__dataclass_fields__
-    recorder = Recorder(folder)
-    about = About(**{key: value for key, value in ABOUT.items() if key in keys})
-    recorder.follow(Plan([Bucket([1], 4), Bucket([0], 4)], "average"), about)
-    for step in range(3):
-        recorder.forward_began()
-        recorder.forward_ended()
-        recorder.backward_began(step)
-        for bucket in range(2):
-            recorder.ready(bucket, 1 - bucket)
-            recorder.launched(bucket)
-        recorder.backward_ended()
-        for bucket in range(2):
-            recorder.done(bucket)
-        recorder.landed()
-        recorder.ended()
-    recorder.close()
-    return read(folder)

@@ -44,7 +44,8 @@ def report(
 ) -> None:
     """Say where the time of recorded steps went, and write a page that shows it.
 
-    FOLDER is what the ranks recorded into: PACELINE_RECORD in their environment.
+    FOLDER is what the ranks recorded into: `paceline run --record FOLDER`, or PACELINE_RECORD in their
+    environment.
     """
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     try:
