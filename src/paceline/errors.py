@@ -28,6 +28,7 @@
     │   ├── UnmatchedError                   because ranks called different ones
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── RecordingError (ValueError)          recorded steps that cannot be read
+    ├── MissingPackageError (ImportError)    an extra that is not installed; names it
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── LaunchError (RuntimeError)           a launched function failed on a rank; has its traceback
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
@@ -157,6 +158,10 @@ class ClosedGroupError(CollectiveError):
 
 class RecordingError(PacelineError, ValueError):
     """Recorded steps that are not there, or cannot be read."""
+
+
+class MissingPackageError(PacelineError, ImportError):
+    """What was asked for needs an extra that is not installed; the message names it."""
 
 
 class ShardError(PacelineError, RuntimeError):

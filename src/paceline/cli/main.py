@@ -3,6 +3,7 @@
 import click
 
 import paceline
+from paceline.cli.report import report
 from paceline.cli.run import run
 
 
@@ -13,3 +14,4 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(report)

@@ -123,6 +123,8 @@ class _Cells:
 
 
 def _chapter(about: dict[str, Any], cells: _Cells, most: int | None) -> Chapter:
+    for name in ("rank", "wrapper", "plan"):
+        int(about[name])
     head = cells[0 : len(Head)]
     if head[Head.MAGIC] != MAGIC or head[Head.VERSION] != VERSION:
         raise ValueError("it does not begin as it should")
@@ -131,6 +133,8 @@ def _chapter(about: dict[str, Any], cells: _Cells, most: int | None) -> Chapter:
     wanted = 8 * (sums_at + head[Head.SUM_CAPACITY] * len(Sum))
     if columns != width(len(about["buckets"])) or cells.nbytes != wanted:
         raise ValueError(f"it is cut off, or of another plan ({cells.nbytes} bytes)")
+    if not 0 <= head[Head.SUMS] <= head[Head.SUM_CAPACITY] or written < 0:
+        raise ValueError("it does not begin as it should")
     first = max(0, written - (capacity if most is None else min(most, capacity)))
     rows = _cut(cells, len(Head), columns, [number % capacity for number in range(first, written)])
     sums = _cut(cells, sums_at, len(Sum), range(head[Head.SUMS] if most is None else 0))

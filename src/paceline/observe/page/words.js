@@ -1,0 +1,79 @@
+// Figures with units, elements, and the tooltip. Whatever a recording holds becomes text, never markup.
+
+const $ = (id) => document.getElementById(id);
+const found = JSON.parse($("findings").textContent);
+
+function make(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "style") element.style.cssText = value; else element.setAttribute(key, value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+function head(...names) {
+  return make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name))));
+}
+
+// A row of a table: what it is of, and its cells, which are words or elements.
+function line(name, ...cells) {
+  const filled = cells.map((cell) => (cell instanceof Element ? cell : make("td", {}, cell)));
+  return make("tr", {}, make("th", { scope: "row" }, name), ...filled);
+}
+
+const wordy = (text) => make("td", { class: "words" }, text);
+
+// Milliseconds in words; on an axis, whose marks are so far apart and which goes so far, all alike.
+function duration(ms, apart = null, most = 0) {
+  const [unit, name] = unitOf(apart === null ? Math.abs(ms) : Math.max(most, apart), apart === null ? 10000 : 1000);
+  const value = ms / unit, high = Math.abs(value);
+  if (apart !== null) {
+    const digits = -Math.floor(Math.log10(apart / unit) + 1e-9);
+    return `${value.toFixed(Math.max(0, Math.min(6, digits)))} ${name}`;
+  }
+  const whole = high >= 100 || (name === "µs" && high >= 10);
+  return `${value.toFixed(whole ? 0 : high >= 10 ? 1 : 2)} ${name}`;
+}
+
+function unitOf(ms, seconds) {
+  if (ms >= seconds) return [1000, "s"];
+  return ms >= 0.1 || ms === 0 ? [1, "ms"] : [0.001, "µs"];
+}
+
+function bytes(count) {
+  for (const unit of ["B", "KiB", "MiB"]) {
+    if (count < 1024) return `${count.toFixed(unit === "B" || count >= 100 ? 0 : 1)} ${unit}`;
+    count /= 1024;
+  }
+  return `${count.toFixed(1)} GiB`;
+}
+
+const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
+const number = (count) => count.toLocaleString("en", { maximumFractionDigits: count < 100 ? 1 : 0 });
+const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+function middleOf(values) {
+  const sorted = values.slice().sort((a, b) => a - b), half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+function kindWords(kind) {
+  return kind & 2 ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
+}
+
+function showTip(lines, x, y) {
+  const tip = $("tip");
+  tip.hidden = !lines;
+  if (!lines) return;
+  tip.textContent = lines.join("\n");
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${y + 18 + box.height > innerHeight ? y - box.height - 10 : y + 18}px`;
+}
+
+function tipped(element, words) {
+  element.addEventListener("pointermove", (event) => showTip(words, event.clientX, event.clientY));
+  element.addEventListener("pointerleave", () => showTip(null));
+  return element;
+}

@@ -1,0 +1,280 @@
+"""The page in a browser: drawn from the disk, moved through, and readable."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from browser import resize, set_scheme, show
+from recordings import Run, Slow, write
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from paceline.observe.report import page, recorded
+
+NAME = "</script><img src=x onerror=alert(1)>"
+View = tuple[float, float]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rank 2 is late by 12 ms from step 150 on; a second wrapper is on two of the ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    slow = [Slow(2, 12, since=150)]
+    write(Run(ranks=4, steps=300, jitter=0.05, slow=slow, names=[NAME], module="Encoder", stuck=1), folder)
+    write(Run(ranks=4, steps=60, backward=5, module=NAME, wrapper=1, group=[0, 1]), folder)
+    made = folder / "report.html"
+    made.write_text(page(recorded(folder)), "utf-8")
+    return made
+
+
+@pytest.fixture
+def driver(browser: WebDriver, written: Path) -> WebDriver:
+    """The page, drawn on a laptop's screen, without a complaint in the console."""
+    set_scheme(browser, "light")
+    resize(browser, 1366, 768)
+    browser.get_log("browser")
+    show(browser, written)
+    return browser
+
+
+def complaints(driver: WebDriver) -> list[str]:
+    return [each["message"] for each in driver.get_log("browser")]
+
+
+def timeline(driver: WebDriver) -> WebElement:
+    return driver.find_element(By.ID, "timeline")
+
+
+def view(driver: WebDriver) -> View:
+    """From when to when the timeline shows, in milliseconds."""
+    canvas = timeline(driver)
+    return float(canvas.get_attribute("data-from")), float(canvas.get_attribute("data-to"))
+
+
+def width(span: View) -> float:
+    return span[1] - span[0]
+
+
+def press(driver: WebDriver, act: str) -> None:
+    driver.find_element(By.CSS_SELECTOR, f"[data-act={act}]").click()
+
+
+def colours(driver: WebDriver, canvas: str) -> int:
+    """How many colours a drawing has."""
+    script = """
+        const canvas = document.getElementById(arguments[0]);
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        return new Set(new Uint32Array(data.buffer)).size;
+    """
+    return int(driver.execute_script(script, canvas))
+
+
+def test_it_is_drawn_and_names_the_slow_rank(driver: WebDriver) -> None:
+    text = driver.find_element(By.TAG_NAME, "body").text
+    assert "Rank 2 has been late by 12" in text
+    assert "since step 150" in text
+    assert "It is slow in backward" in text
+    assert "Rank 2 is late: look at" in text
+    assert "for bucket 1, which waits for layers.8.weight" in text
+    assert NAME in text
+    assert not driver.find_elements(By.TAG_NAME, "img")
+    assert colours(driver, "timeline") > 8
+    assert complaints(driver) == []
+
+
+def test_nothing_is_asked_of_the_network(driver: WebDriver) -> None:
+    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert driver.execute_script("return location.protocol") == "file:"
+
+
+def test_buttons_zoom_and_move(driver: WebDriver) -> None:
+    home = view(driver)
+    press(driver, "in")
+    assert width(view(driver)) == pytest.approx(width(home) / 2, rel=0.01)
+    press(driver, "left")
+    assert view(driver)[0] == pytest.approx(home[0] + width(home) / 8, rel=0.01)
+    press(driver, "all")
+    assert width(view(driver)) > 50 * width(home)
+    assert timeline(driver).get_attribute("data-detail") == "shares"
+    assert colours(driver, "timeline") > 8
+    press(driver, "since")
+    assert "steps 147 to 154" in timeline(driver).get_attribute("aria-label")
+    press(driver, "reset")
+    assert view(driver) == home
+    assert complaints(driver) == []
+
+
+def test_wheel_drag_and_double_click_move_it(driver: WebDriver) -> None:
+    home, canvas = view(driver), timeline(driver)
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    ActionChains(driver).drag_and_drop_by_offset(canvas, 200, 0).perform()
+    moved = view(driver)
+    assert width(moved) == pytest.approx(width(home), rel=1e-3)
+    assert moved[0] < home[0]
+    # The drag has put the focus on it, so that the wheel is its own.
+    driver.execute_script(
+        "arguments[0].dispatchEvent(new WheelEvent('wheel', {deltaY: -300, cancelable: true}))", canvas
+    )
+    assert width(view(driver)) == pytest.approx(width(home) / 2.718, rel=0.05)
+    ActionChains(driver).double_click(canvas).perform()
+    assert view(driver) == pytest.approx(home, rel=1e-4)
+
+
+def test_a_wheel_that_only_passes_scrolls_the_page(driver: WebDriver) -> None:
+    home = view(driver)
+    script = """
+        const event = new WheelEvent("wheel", { deltaY: 300, cancelable: true });
+        return arguments[0].dispatchEvent(event);
+    """
+    assert driver.execute_script(script, timeline(driver)) is True
+    assert view(driver) == home
+
+
+def test_the_timeline_is_used_by_keyboard(driver: WebDriver) -> None:
+    home = view(driver)
+    driver.execute_script("arguments[0].focus()", timeline(driver))
+
+    def type_keys(keys: str) -> str:
+        ActionChains(driver).send_keys(keys).perform()
+        return driver.find_element(By.ID, "reading").text
+
+    assert type_keys("+").startswith("rank 2, step 29")
+    assert width(view(driver)) < width(home)
+    before = view(driver)
+    type_keys(Keys.ARROW_LEFT)
+    assert view(driver)[0] < before[0]
+    assert type_keys(Keys.ARROW_UP).startswith("rank 1")
+    said = type_keys(",")
+    assert said != type_keys(",")
+    assert "backward" in said
+    type_keys("a")
+    assert width(view(driver)) > 50 * width(home)
+    type_keys("0")
+    assert view(driver) == home
+
+
+def test_hovering_says_what_is_there(driver: WebDriver) -> None:
+    canvas = timeline(driver)
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    tip = driver.find_element(By.ID, "tip")
+    ActionChains(driver).move_to_element_with_offset(canvas, 0, 0).perform()
+    lines = tip.text.splitlines()
+    assert lines[0].startswith("rank ")
+    assert lines[-1].startswith("step: ")
+    assert tip.is_displayed()
+    ActionChains(driver).move_to_element(driver.find_element(By.ID, "verdict")).perform()
+    assert not tip.is_displayed()
+
+
+def test_dark_is_the_systems_choice_or_the_switchs(driver: WebDriver, written: Path) -> None:
+    def paper() -> str:
+        return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    light = paper()
+    switch = driver.find_element(By.ID, "theme")
+    assert switch.get_attribute("aria-pressed") == "false"
+    switch.click()
+    assert switch.get_attribute("aria-pressed") == "true"
+    dark = paper()
+    assert dark != light
+    set_scheme(driver, "dark")
+    show(driver, written)
+    assert paper() == dark
+    driver.find_element(By.ID, "theme").click()
+    assert paper() == light
+    assert complaints(driver) == []
+
+
+def test_nothing_moves_while_it_is_drawn(driver: WebDriver) -> None:
+    script = """
+        const done = arguments[0];
+        const shifts = [];
+        new PerformanceObserver((list) => shifts.push(...list.getEntries().map((each) => each.value)))
+          .observe({ type: "layout-shift", buffered: true });
+        requestAnimationFrame(() => setTimeout(() => done(shifts), 50));
+    """
+    assert sum(driver.execute_async_script(script)) < 0.01
+
+
+@pytest.mark.parametrize("wide", [1366, 390])
+def test_nothing_is_cut_off(driver: WebDriver, written: Path, wide: int) -> None:
+    resize(driver, wide, 768)
+    show(driver, written)
+    script = """
+        const wide = document.documentElement.clientWidth;
+        const out = [...document.querySelectorAll("main *, header *")].filter((each) => {
+          const box = each.getBoundingClientRect();
+          return box.width && (box.right > wide + 1 || box.left < -1) && !each.closest(".scroller");
+        });
+        const names = out.map((each) => each.id || each.className || each.tagName);
+        return [document.documentElement.scrollWidth - wide, names];
+    """
+    assert driver.execute_script(script) == [0, []]
+
+
+def test_words_can_be_read_on_their_background(driver: WebDriver, written: Path) -> None:
+    script = """
+        const read = (colour) => colour.match(/[\\d.]+/g).map(Number);
+        const light = (colour) => read(colour).slice(0, 3).map((each) => each / 255)
+          .map((each) => each <= 0.03928 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+          .reduce((sum, each, i) => sum + each * [0.2126, 0.7152, 0.0722][i], 0);
+        const ground = (element) => {
+          for (let each = element; each; each = each.parentElement) {
+            const colour = getComputedStyle(each).backgroundColor;
+            if (read(colour)[3] !== 0) return colour;
+          }
+        };
+        const poor = [];
+        const check = (a, b, name) => {
+          if ((Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5) poor.push(name);
+        };
+        for (const each of document.querySelectorAll("main *, header *")) {
+          const words = [...each.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+          if (!words || !each.offsetParent) continue;
+          check(light(getComputedStyle(each).color), light(ground(each)), each.textContent);
+        }
+        // Words inside the drawings.
+        const probe = document.body.appendChild(document.createElement("i"));
+        const variable = (name) => {
+          probe.style.color = `var(--${name})`;
+          return light(getComputedStyle(probe).color);
+        };
+        for (let i = 0; i < 10; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
+        check(variable("bucket-ink"), variable("bucket"), "bucket");
+        check(variable("muted"), variable("panel"), "axis");
+        check(variable("alarm"), variable("panel"), "late rank");
+        return poor;
+    """
+    for scheme in ("light", "dark"):
+        set_scheme(driver, scheme)
+        show(driver, written)
+        assert driver.execute_script(script) == []
+
+
+def test_each_wrapper_has_a_page_of_its_own(driver: WebDriver) -> None:
+    first, second = driver.find_elements(By.CSS_SELECTOR, "#sections button")
+    assert (first.text, second.text) == ("Encoder", NAME)
+    second.click()
+    assert "on 2 ranks, 60 steps" in driver.find_element(By.ID, "scope").text
+    assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 2 ranks")
+    assert "No rank is late" in driver.find_element(By.ID, "late").text
+    first.click()
+    assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 4 ranks")
+    assert complaints(driver) == []
+
+
+def test_odd_recordings_are_drawn_too(browser: WebDriver, tmp_path: Path) -> None:
+    odd: dict[str, Callable[[], Run]] = {
+        "one step": lambda: Run(ranks=1, steps=2, buckets=1, parameters=1, count=0),
+        "many": lambda: Run(ranks=40, steps=12, buckets=30, parameters=60),
+    }
+    for name, run in odd.items():
+        folder = tmp_path / name
+        made = write(run(), folder) / "report.html"
+        made.write_text(page(recorded(folder)))
+        show(browser, made)
+        assert colours(browser, "timeline") > 5
+        assert complaints(browser) == []

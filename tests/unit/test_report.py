@@ -1,0 +1,275 @@
+"""What is written from recordings: the page, the trace, scalars, and words in the terminal."""
+
+import base64
+import gzip
+import json
+import re
+import sys
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recordings import MS, Run, Slow, write
+
+from paceline.cli.main import main
+from paceline.observe.analysis import analyse
+from paceline.observe.packing import text
+from paceline.observe.report import page, recorded
+from paceline.observe.runs import sections
+from paceline.recording.reader import Chapter
+from paceline.recording.rows import Sum, width
+
+ABOUT = {
+    "version": 1, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
+    "slots": ["a", "b"], "nbytes": [4, 4], "first_cap": 1, "cap": 1,
+    "backend": "gloo", "transport": "c10d", "hosts": 1, "device": "cpu",
+    "exchange": "average", "plan": 0, "unit": "samples", "host": "here", "boot": "", "pid": 1, "epoch": 0,
+    "buckets": [{"slots": [1], "nbytes": 4}, {"slots": [0], "nbytes": 4}],
+}  # fmt: skip
+
+
+def paceline(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+def unpacked(packed: str, lengths: list[int]) -> list[list[int]]:
+    """Columns, as the page reads them."""
+    data = zlib.decompress(base64.b64decode(packed))
+    columns = []
+    for length in lengths:
+        planes, data = [data[byte * length : (byte + 1) * length] for byte in range(4)], data[4 * length :]
+        value, column = 0, []
+        for cell in zip(*planes, strict=True):
+            change = int.from_bytes(cell, "little")
+            value += (change >> 1) ^ -(change & 1)
+            column.append(value)
+        columns.append(column)
+    assert not data
+    return columns
+
+
+@given(st.lists(st.lists(st.integers(-(2**30) + 1, 2**30 - 1), max_size=9), max_size=4))
+def test_columns_are_read_as_they_were(columns: list[list[int]]) -> None:
+    assert unpacked(text(columns), [len(column) for column in columns]) == columns
+
+
+cells = st.one_of(st.just(0), st.integers(-(2**62), 2**62), st.integers(0, 10**9))
+rows = st.lists(st.lists(cells, min_size=width(2), max_size=width(2)), max_size=4)
+sums = st.lists(st.lists(cells, min_size=len(Sum), max_size=len(Sum)), max_size=3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.tuples(rows, rows), st.tuples(sums, sums), st.sampled_from([("x", "x"), ("x", "y")]))
+def test_whatever_the_numbers_are_there_is_a_page(
+    written: tuple[list[list[int]], ...], added: tuple[list[list[int]], ...], boots: tuple[str, str]
+) -> None:
+    chapters = [
+        Chapter({**ABOUT, "rank": rank, "boot": boots[rank]}, written[rank], added[rank], len(written[rank]))
+        for rank in range(2)
+    ]
+    if any(written):
+        assert "</html>" in page([(each, analyse(each)) for each in sections(chapters)])
+
+
+def test_no_name_ends_the_script_and_nothing_is_fetched(tmp_path: Path) -> None:
+    names = ["</script><script>alert(1)</script>", "<!--", "{{script}}", "\ud800", "&amp;\u2028"]
+    run = Run(ranks=1, steps=3, names=names, module="</title><b>{{numbers}}")
+    made = page(recorded(write(run, tmp_path)))
+    assert made.count("</script>") == made.count("<script") == 4
+    assert made.count("</title>") == 1
+    assert "alert(1)" in made
+    assert "alert(1)<" not in made
+    assert not re.search(r"""(?:src|href)\s*=|url\(|@import|https?://|fetch\(""", made)
+    made.encode("utf-8")
+
+
+def test_many_ranks_and_steps_stay_small(tmp_path: Path) -> None:
+    run = Run(ranks=8, steps=250, buckets=6, jitter=0.3)
+    made = len(page(recorded(write(run, tmp_path))))
+    assert made * 10_000 / run.steps < 20e6
+
+
+def test_a_page_has_no_more_numbers_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.observe.report._MOST_NUMBERS", 29 * 3 * 10)
+    monkeypatch.setattr("paceline.observe.report._MOST_RANKS", 3)
+    found = recorded(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
+    data = json.loads(re.search(r'application/json">(.*?)</script>', page(found))[1])
+    assert data["sections"][0]["tracks"] == [{"rank": rank, "rows": 10, "sums": 60} for rank in (0, 1, 4)]
+
+
+def test_a_trace_has_ranks_as_processes_on_one_clock(tmp_path: Path) -> None:
+    run = Run(ranks=2, steps=5, hosts=[0, 1], skews=[0, 9_000_000 * MS], transfer=7, slow=[Slow(1, 4)])
+    write(run, tmp_path / "run")
+    result = paceline(tmp_path / "run", "--trace", tmp_path / "trace.json.gz")
+    assert result.exit_code == 0, result.output
+    assert "trace of the last 4 steps" in result.output
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {
+        (each["pid"], each["args"]["name"]) for each in events if each["ph"] == "M" and "name" in each["args"]
+    }
+    assert {(0, "rank 0 on node-0"), (1, "rank 1 on node-1")} <= names
+    assert {(1, "compute"), (1, "communication"), (1, "communication 2"), (1, "optimizer")} <= names
+    slices = [each for each in events if each["ph"] == "X"]
+    backwards = [each for each in slices if each["name"] == "backward" and each["args"]["step"] == 2]
+    assert [each["dur"] for each in backwards] == [20_000, 24_000]
+    ends = [each["ts"] + each["dur"] for each in backwards]
+    # They land together, so the one that is late by 4 ms ends so much later, as well as clocks are known.
+    assert ends[1] - ends[0] == pytest.approx(4000, abs=2500)
+    [bucket] = [
+        each
+        for each in slices
+        if each["name"] == "bucket 3" and each["args"]["step"] == 2 and not each["pid"]
+    ]
+    assert bucket["args"]["last gradient"] == "layers.0.weight"
+    assert {each["id"] for each in events if each["ph"] == "s"} == {
+        each["id"] for each in events if each["ph"] == "f"
+    }
+    assert_nothing_overlaps(slices)
+
+
+def assert_nothing_overlaps(slices: list[dict[str, object]]) -> None:
+    """On one thread a slice is inside another one or after it."""
+    threads: dict[object, list[tuple[float, float]]] = {}
+    for each in slices:
+        threads.setdefault((each["pid"], each["tid"]), []).append((each["ts"], each["ts"] + each["dur"]))
+    for spans in threads.values():
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        for (_, end), (start, later) in pairwise(spans):
+            assert start >= end - 1e-3 or later <= end + 1e-3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scalars_are_by_rank_and_step(tmp_path: Path) -> None:
+    write(Run(ranks=2, steps=6, module="Net/../x"), tmp_path / "run")
+    result = paceline(tmp_path / "run", "--tensorboard", tmp_path / "scalars")
+    assert result.exit_code == 0, result.output
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [folder] = (tmp_path / "scalars").iterdir()
+    assert sorted(each.name for each in folder.iterdir()) == ["rank0", "rank1"]
+    events = EventAccumulator(str(folder / "rank1"))
+    events.Reload()
+    backward = events.Scalars("milliseconds/backward")
+    assert [(each.step, round(each.value, 3)) for each in backward] == [(step, 20.0) for step in range(6)]
+    assert events.Scalars("samples a second")[3].value == pytest.approx(32 / 35.81e-3, rel=0.01)
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Run(ranks=1, steps=3), tmp_path)
+    for name in [each for each in sys.modules if each.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    result = paceline(tmp_path, "--tensorboard", tmp_path / "scalars")
+    assert result.exit_code == 1
+    assert "paceline[tensorboard]" in result.output
+
+
+def test_the_terminal_says_what_matters_and_where_the_page_is(tmp_path: Path) -> None:
+    write(Run(ranks=3, steps=60, slow=[Slow(1, 12, since=20)], module="Net[red]"), tmp_path)
+    result = paceline(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Net[red] on ranks 0 to 2, 60 steps" in result.output
+    assert "Rank 1 has been late by 12.0 ms since step 20" in result.output
+    assert f"page: {tmp_path / 'report.html'}" in result.output
+    assert (tmp_path / "report.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_the_page_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    write(Run(ranks=1, steps=3), tmp_path)
+    assert paceline(tmp_path, "--open").exit_code == 0
+    assert opened == [(tmp_path / "report.html").as_uri()]
+
+
+def test_findings_can_be_had_as_json(tmp_path: Path) -> None:
+    write(Run(ranks=2, steps=30), tmp_path)
+    result = paceline(tmp_path, "--json", "-o", tmp_path / "elsewhere.html")
+    [found] = json.loads(result.stdout)
+    assert found["module"] == "Net"
+    assert found["parts"]["backward"] == pytest.approx(20)
+    assert (tmp_path / "elsewhere.html").exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+def damage(folder: Path, kind: str) -> None:
+    about, numbers = folder / "rank1-wrapper0-plan1.json", folder / "rank1-wrapper0-plan1.rows"
+    known = json.loads(about.read_text())
+    match kind:
+        case "cut off":
+            numbers.write_bytes(numbers.read_bytes()[:5000])
+        case "cut off in a number":
+            numbers.write_bytes(numbers.read_bytes()[:5003])
+        case "emptied":
+            numbers.write_bytes(b"")
+        case "without its rows":
+            numbers.unlink()
+        case "of another version":
+            about.write_text(json.dumps(known | {"version": 999}))
+        case "half described":
+            about.write_text(about.read_text()[:100])
+        case "of something else":
+            about.write_text("[1, 2]")
+        case "without its rank":
+            about.write_text(json.dumps({key: value for key, value in known.items() if key != "rank"}))
+        case "without its group":
+            about.write_text(json.dumps({key: value for key, value in known.items() if key != "group"}))
+        case "with a word for a number":
+            about.write_text(json.dumps(known | {"cap": "many"}))
+        case "of no text":
+            about.write_bytes(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cut off", "damaged"),
+        ("cut off in a number", "cut off"),
+        ("emptied", "cut off after 0 bytes"),
+        ("without its rows", "damaged"),
+        ("of another version", "another version of paceline (its: 999, this one reads: 1"),
+        ("half described", "not what a rank has written"),
+        ("of something else", "not what a rank has written"),
+        ("without its rank", "rank"),
+        ("without its group", "it lacks 'group'"),
+        ("with a word for a number", "damaged"),
+        ("of no text", "not what a rank has written"),
+    ],
+)
+def test_a_bad_recording_is_told_in_words(tmp_path: Path, kind: str, words: str) -> None:
+    write(Run(ranks=2, steps=5), tmp_path)
+    damage(tmp_path, kind)
+    result = paceline(tmp_path)
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert words in result.output
+    assert "rank1-wrapper0-plan1" in result.output
+    assert isinstance(result.exception, SystemExit)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder, "there is no such folder"),
+        (lambda folder: folder.mkdir(), "there is no recording in the folder"),
+        (lambda folder: write(Run(ranks=1, steps=0), folder), "no step was recorded"),
+    ],
+    ids=["no folder", "an empty one", "no step"],
+)
+def test_a_folder_without_steps_is_told_in_words(tmp_path: Path, make: object, words: str) -> None:
+    make(tmp_path / "run")
+    result = paceline(tmp_path / "run")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
+    assert words in result.output
+
+
+def test_a_page_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    write(Run(ranks=1, steps=3), tmp_path)
+    result = paceline(tmp_path, "-o", tmp_path / "missing" / "page.html")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
+    assert "No such file or directory" in result.output
