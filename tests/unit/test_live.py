@@ -42,6 +42,18 @@ def test_the_figures_are_of_the_steps_that_all_ranks_have_ended() -> None:
     assert str(found) == ("step 9, 10 steps/s, 120 rows/s, 50% of communication hidden, rank 1 last, by 7 ms")
 
 
+def test_a_rank_is_late_where_ranks_meet_for_module_buffers_too() -> None:
+    ranks = [[row(step) for step in range(8)] for rank in range(2)]
+    for late, rows in enumerate(ranks):
+        for cells in rows:
+            cells[Column.FORWARD_START] = cells[Column.BEGIN] + 5 * late * MS
+            cells[Column.BUFFERS_END] = cells[Column.BEGIN] + 6 * MS
+            cells[Column.BACKWARD_END] += (1 - late) * MS
+    found = pace([chapter(rank, rows) for rank, rows in enumerate(ranks)])
+    assert found is not None
+    assert (found.slowest, found.behind) == (1, pytest.approx(0.005))
+
+
 def test_ranks_that_are_late_by_turns_are_not_named() -> None:
     ranks = [[row(step, late=3 * (step % 2 == rank)) for step in range(8)] for rank in range(2)]
     found = pace([chapter(rank, rows) for rank, rows in enumerate(ranks)])

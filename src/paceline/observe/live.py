@@ -26,8 +26,8 @@ class Pace:
         count_a_second: samples, or whatever is counted, of all ranks; None if nothing is.
         unit: what is counted.
         hidden: the share of communication that went on during backward; None if there was none.
-        slowest: the rank that came to the end of backward last in most steps; None if ranks took turns.
-        behind: by so many seconds, in the median, it was later than the first.
+        slowest: the rank that the others waited for in most steps; None if ranks took turns.
+        behind: so many seconds a step, in the median.
     """
 
     step: int
@@ -96,14 +96,24 @@ def _pace(chapters: Sequence[Chapter]) -> Pace | None:
 def _slowest(
     ranks: Mapping[int, Mapping[int, Sequence[int]]], steps: Sequence[int]
 ) -> tuple[int | None, float]:
-    """Who came last in most steps, and by how much; where ranks have one clock."""
-    arrivals = [{rank: rows[step][Column.BACKWARD_END] for rank, rows in ranks.items()} for step in steps]
-    last = [max(arrived, key=arrived.__getitem__) for arrived in arrivals]
+    """Who was latest in most steps, and by how much; where ranks have one clock."""
+    late = [_lateness({rank: rows[step] for rank, rows in ranks.items()}) for step in steps]
+    last = [max(found, key=found.__getitem__) for found in late]
     slowest = max(ranks, key=last.count)
     if len(ranks) == 1 or last.count(slowest) < MOST * len(steps):
         return None, 0.0
-    behind = [arrived[slowest] - min(arrived.values()) for arrived in arrivals]
-    return slowest, statistics.median(behind) / 1e9
+    return slowest, statistics.median(found[slowest] for found in late) / 1e9
+
+
+def _lateness(rows: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """How much later than the first each rank came to where they meet: for buffers, after backward."""
+    late = dict.fromkeys(rows, 0)
+    buffers = all(row[Column.BUFFERS_END] for row in rows.values())
+    for place in (Column.FORWARD_START, Column.BACKWARD_END)[0 if buffers else 1 :]:
+        first = min(row[place] for row in rows.values())
+        for rank, row in rows.items():
+            late[rank] += row[place] - first
+    return late
 
 
 def _hidden(rows: Iterable[Sequence[int]]) -> float | None:
