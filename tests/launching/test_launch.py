@@ -69,6 +69,8 @@ def test_what_cannot_be_sent_is_said() -> None:
         paceline.launch(print, args=(threading.Lock(),))
     with pytest.raises(paceline.LaunchError, match=r"the result must be picklable.*\(type: lock\)"):
         paceline.launch(lambda: threading.Lock(), 1)
+    with pytest.raises(paceline.LaunchError, match=r"rank 0 exited before fn returned \(exit code: 0\)"):
+        paceline.launch(sys.exit, 1)
     with pytest.raises(paceline.OptionError, match=r"at least one rank is needed \(n: 0\)"):
         paceline.launch(print, 0)
 

@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import LaunchError, OptionError
 
@@ -38,8 +38,13 @@ def launch(
         folder = Path(name)
         (folder / "call").write_bytes(_packed(fn, args, kwargs or {}))
         _run(folder, n, Path(log_dir) if log_dir is not None else None)
-        results = [(folder / "0" / f"{rank}.result").read_bytes() for rank in range(n)]
-    return [pickle.loads(result) for result in results]  # noqa: S301 - from the ranks that were just started
+        return [_result(folder / "0" / f"{rank}.result", rank) for rank in range(n)]
+
+
+def _result(file: Path, rank: int) -> Any:
+    if not file.exists():
+        raise LaunchError(f"rank {rank} exited before fn returned (exit code: 0)")
+    return pickle.loads(file.read_bytes())  # noqa: S301 - from the ranks that were just started
 
 
 def _packed(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
