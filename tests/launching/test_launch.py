@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +57,13 @@ def raises() -> Callable[[], None]:
     return work
 
 
-def test_the_first_error_is_raised_with_its_traceback() -> None:
+def test_the_first_error_is_raised_with_its_traceback_and_nothing_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(paceline.LaunchError, match="rank 1 failed") as raised:
         paceline.launch(raises())
+    assert list(tmp_path.iterdir()) == []
     assert isinstance(raised.value, RuntimeError)
     assert 'raise ValueError("own")' in str(raised.value)
     assert str(raised.value).endswith("ValueError: own\nrank 0: ended")

@@ -1,5 +1,6 @@
 """A function on several ranks, from a program or a notebook."""
 
+import os
 import pickle
 import signal
 import sys
@@ -62,6 +63,7 @@ def _packed(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[s
 
 def _run(folder: Path, n: int, log_dir: Path | None) -> None:
     # Not at the top: importing paceline should not import what starts ranks.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from paceline.launching import agent, worker
@@ -75,6 +77,8 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        # Otherwise a folder for logs is made, which stays empty.
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     command = (sys.executable, "-u", worker.__file__, "--call", str(folder / "call"))
     job = agent.Job(config, command, log_dir=log_dir, environment=agent.environment(n))
