@@ -50,6 +50,9 @@ def test_among_consequences_the_earliest_is_first() -> None:
     told = verdict([peer(0, 3.0), gloo(1, 2.0), killed(2, 1.0, was_ended=True)])
     assert told is not None
     assert told.first.rank == 1
+    assert str(told).endswith(
+        "\nall of this is because of a rank that is not told of here: it may be another host's"
+    )
 
 
 def test_no_failures_no_verdict() -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +57,13 @@ def raises() -> Callable[[], None]:
     return work
 
 
-def test_the_first_error_is_raised_with_its_traceback() -> None:
+def test_the_first_error_is_raised_with_its_traceback_and_nothing_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(paceline.LaunchError, match="rank 1 failed") as raised:
         paceline.launch(raises())
+    assert list(tmp_path.iterdir()) == []
     assert isinstance(raised.value, RuntimeError)
     assert 'raise ValueError("own")' in str(raised.value)
     assert str(raised.value).endswith("ValueError: own\nrank 0: ended")
@@ -69,6 +74,8 @@ def test_what_cannot_be_sent_is_said() -> None:
         paceline.launch(print, args=(threading.Lock(),))
     with pytest.raises(paceline.LaunchError, match=r"the result must be picklable.*\(type: lock\)"):
         paceline.launch(lambda: threading.Lock(), 1)
+    with pytest.raises(paceline.LaunchError, match=r"rank 0 exited before fn returned \(exit code: 0\)"):
+        paceline.launch(sys.exit, 1)
     with pytest.raises(paceline.OptionError, match=r"at least one rank is needed \(n: 0\)"):
         paceline.launch(print, 0)
 

@@ -49,7 +49,7 @@ def test_a_script_ends_with_the_parameters_that_torchrun_gives(tmp_path: Path) -
         folder.mkdir()
     plain = str(SCRIPTS / "plain.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     subprocess.run([*torchrun, plain, str(folders[0])], env=environment, timeout=SECONDS, check=True)
     telling = script(tmp_path, TELLING)
     ran = paceline("run", "--patch", "-n", "2", telling, plain, str(folders[1]), folder=tmp_path)

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,16 @@ from paceline.launching import worker
 SECONDS = 20
 
 
-def start(folder: Path, text: str) -> "subprocess.Popen[str]":
+@contextmanager
+def start(folder: Path, text: str) -> "Iterator[subprocess.Popen[str]]":
     (folder / "script.py").write_text(text)
     command = [sys.executable, "-u", worker.__file__, "--script", "script.py"]
     environment = os.environ | {"RANK": "0", worker.FOLDER: str(folder)}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
 
 
 def test_a_rank_that_waits_in_c_is_ended_all_the_same(tmp_path: Path) -> None:

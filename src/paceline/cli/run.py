@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "-n",
         "--ranks",
         dest="nproc_per_node",
+        metavar="RANKS",
         default=argparse.SUPPRESS,
         help=f"ranks on this host, as --nproc-per-node; default: {DEFAULT_RANKS}",
     )

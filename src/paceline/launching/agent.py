@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
@@ -96,15 +98,15 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
     )
     ranks = Ranks(output, lambda: streams.folder, adopts_all=job.adopts_all)
     signals = Signals(job.config.signals_to_handle.split(","), lambda: ranks.end(at_once=True))
+
+    def say(text: str) -> None:
+        output.say(sinks[1], f"paceline: {text}")
+
     error = None
     with signals, orphans_adopted(), _quiet():
         try:
             try:
-                _run(
-                    Agent(
-                        job, streams, ranks, signals, lambda text: output.say(sinks[1], f"paceline: {text}")
-                    )
-                )
+                _run(Agent(job, streams, ranks, signals, say))
             finally:
                 signals.hold()
         except SignalException:
@@ -129,10 +131,13 @@ def _run(agent: "Agent") -> None:
     try:
         agent.run()
     except SignalException:
+        agent.tell(agent.get_event_failed())
         raise
     except BaseException:
+        agent.tell(agent.get_event_failed())
         agent.leave()
         raise
+    agent.tell(agent.get_event_succeeded())
     agent.leave()
 
 
@@ -168,6 +173,11 @@ class Agent(LocalElasticAgent):
         self._signals = signals
         self._say = say
         self._failed_seconds = job.failed_seconds
+        self._event_log = config.event_log_handler
+
+    def tell(self, event: Event) -> None:
+        """Hand an event of the agent itself to whoever was named with ``--event-log-handler``."""
+        events.record(event, self._event_log)
 
     def leave(self) -> None:
         """Tell the other hosts' agents that this one is done."""

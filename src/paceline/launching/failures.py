@@ -21,6 +21,7 @@ GONE = re.compile(
 )
 LIBRARY = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
 LONGEST_LINE = 200
+ELSEWHERE = "all of this is because of a rank that is not told of here: it may be another host's"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -111,7 +112,9 @@ class Verdict:
     others: tuple[Failure, ...]
 
     def __str__(self) -> str:
-        return "\n".join([self._first(), *folded(self.others)])
+        return "\n".join(
+            [self._first(), *folded(self.others), *([ELSEWHERE] if self.first.is_consequence else [])]
+        )
 
     def _first(self) -> str:
         first, ranks = self.first, [self.first.rank, *map(_rank, self.same)]

@@ -1,5 +1,6 @@
 """A function on several ranks, from a program or a notebook."""
 
+import os
 import pickle
 import signal
 import sys
@@ -7,7 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import LaunchError, OptionError
 
@@ -38,8 +39,13 @@ def launch(
         folder = Path(name)
         (folder / "call").write_bytes(_packed(fn, args, kwargs or {}))
         _run(folder, n, Path(log_dir) if log_dir is not None else None)
-        results = [(folder / "0" / f"{rank}.result").read_bytes() for rank in range(n)]
-    return [pickle.loads(result) for result in results]  # noqa: S301 - from the ranks that were just started
+        return [_result(folder / "0" / f"{rank}.result", rank) for rank in range(n)]
+
+
+def _result(file: Path, rank: int) -> Any:
+    if not file.exists():
+        raise LaunchError(f"rank {rank} exited before fn returned (exit code: 0)")
+    return pickle.loads(file.read_bytes())  # noqa: S301 - from the ranks that were just started
 
 
 def _packed(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
@@ -57,6 +63,7 @@ def _packed(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[s
 
 def _run(folder: Path, n: int, log_dir: Path | None) -> None:
     # Not at the top: importing paceline should not import what starts ranks.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from paceline.launching import agent, worker
@@ -70,6 +77,8 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        # Otherwise a folder for logs is made, which stays empty.
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     command = (sys.executable, "-u", worker.__file__, "--call", str(folder / "call"))
     job = agent.Job(config, command, log_dir=log_dir, environment=agent.environment(n))

@@ -74,13 +74,13 @@ class Stream:
             self._log.close()
 
     def _show(self, console: Console, lines: list[str]) -> None:
-        if not self._is_shown:
+        """Show whole lines, all at once; but not again one that was there when another rank spoke."""
+        if not self._is_shown or not lines:
             return
-        for line in lines:
-            is_new = not line or line != self._last_shown
-            if is_new or console.can_go_on(self._source):
-                console.line(self._source, line)
-            self._last_shown = ""
+        is_there = bool(lines[0]) and lines[0] == self._last_shown and not console.can_go_on(self._source)
+        self._last_shown = ""
+        if new := lines[is_there:]:
+            console.line(self._source, f"\n{self._source.prefix}".join(new))
 
 
 class Output:
