@@ -2,6 +2,8 @@
 
 from paceline import hooks
 from paceline.comm.backend import process_group as _backend
+from paceline.data.gather import gather_in_order
+from paceline.data.sampler import ShardedSampler
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
@@ -19,6 +21,7 @@ from paceline.errors import (
     OptionError,
     PacelineError,
     PeerError,
+    SamplesError,
     ShapeError,
     ShardError,
     StalledError,
@@ -57,9 +60,11 @@ __all__ = [
     "OptionError",
     "PacelineError",
     "PeerError",
+    "SamplesError",
     "ShapeError",
     "ShardError",
     "ShardedOptimizer",
+    "ShardedSampler",
     "StalledError",
     "StepError",
     "StrictError",
@@ -69,6 +74,7 @@ __all__ = [
     "WrapError",
     "data_parallel",
     "gather",
+    "gather_in_order",
     "hooks",
     "parallel_apply",
     "replicate",

@@ -28,6 +28,7 @@
     │   ├── UnmatchedError                   because ranks called different ones
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── RecordingError (ValueError)          recorded steps that cannot be read
+    ├── SamplesError (ValueError)            samples that came twice or not at all, or of another order
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -156,6 +157,10 @@ class ClosedGroupError(CollectiveError):
 
 class RecordingError(PacelineError, ValueError):
     """Recorded steps that are not there, or cannot be read."""
+
+
+class SamplesError(PacelineError, ValueError):
+    """Samples that came more than once or not at all, do not fit together, or are of another order."""
 
 
 class ShardError(PacelineError, RuntimeError):
