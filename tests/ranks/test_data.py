@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline import DistributedDataParallel, OptionError, SamplesError, ShardedSampler, gather_in_order
+from paceline.data.gather import _pack
 from paceline.testing import RankPool
 
 SAMPLES = 10_007
@@ -187,13 +188,19 @@ def graphs_views_subsets(rank: int) -> None:
     subset = gather_in_order([rank, rank + 10], torch.tensor([70 + rank, 7 + rank]), count=4)
     assert subset == [10, 11, 0, 1]
     assert gather_in_order([], []) == []
+    assert gather_in_order([rank], [0], duplicates="drop") == [0]
     group = distributed.new_group([1])
     if rank == 1:
         assert gather_in_order([5], [0], group=group) == [5]
+        assert [*ShardedSampler(3, shuffle=False, process_group=group)] == [0, 1, 2]
 
 
 def test_graphs_are_cut_subsets_are_counted_and_groups_are_kept_to(pair: RankPool) -> None:
     pair.run(graphs_views_subsets)
+
+
+def test_a_view_is_sent_without_the_rest_of_its_memory() -> None:
+    assert len(_pack(torch.zeros(100_000)[:1], [0]).packed) < 10_000
 
 
 class Unpicklable:

@@ -73,9 +73,10 @@ def test_a_state_of_another_epoch_than_the_next_is_forgotten() -> None:
     assert [*sampler] == order(5)
 
 
-def test_a_new_epoch_has_consumed_nothing() -> None:
+def test_an_epoch_that_was_gone_through_is_consumed_and_a_new_one_is_not() -> None:
     sampler = ShardedSampler(LENGTH, 2, 1)
     assert len([*sampler]) == 11
+    assert sampler.state_dict()["consumed"] == LENGTH
     sampler.set_epoch(1)
     assert sampler.state_dict()["consumed"] == 0
 
@@ -113,12 +114,12 @@ def test_torchdatas_loader_with_workers_saves_what_came_out_not_what_was_read_ah
     assert flat(new) == order(1)[8:]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_torchdatas_loader_begins_the_next_epoch_after_one_that_was_through(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "workers"), [(0, 0), (1, 0), (1, 2)])
+def test_torchdatas_loader_begins_the_next_epoch_after_one_that_was_through(rank: int, workers: int) -> None:
     # 12 samples and 11 on two ranks, in batches of 11: rank 1 is through a batch before rank 0.
-    old = loader(2, rank, batch=11)
+    old = loader(2, rank, batch=11, workers=workers)
     flat(old)
-    new = loader(2, rank, epoch=2, batch=11)
+    new = loader(2, rank, epoch=2, batch=11, workers=workers)
     new.load_state_dict(old.state_dict())
     assert flat(new) == order(2)[rank::2]
 
