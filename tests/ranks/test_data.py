@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline import DistributedDataParallel, OptionError, SamplesError, ShardedSampler, gather_in_order
 from paceline.data.gather import _pack
-from paceline.testing import RankPool
+from paceline.testing import RankPool, run_ranks, toy
 
 SAMPLES = 10_007
 
@@ -64,7 +64,7 @@ def test_evaluation_counts_each_sample_once_and_restores_the_order(three: RankPo
         assert torchs == SAMPLES + 1
         assert torch.equal(in_order, want)
         assert torch.equal(dropped, want)
-        assert complaint.startswith("1 samples came more than once, 1 times too often")
+        assert complaint.startswith("samples came more than once (how many: 1, times too often: 1")
 
 
 def net() -> nn.Module:
@@ -199,6 +199,17 @@ def test_graphs_are_cut_subsets_are_counted_and_groups_are_kept_to(pair: RankPoo
     pair.run(graphs_views_subsets)
 
 
+def on_a_device(rank: int) -> tuple[str, list[float]]:
+    toy.register()
+    got = gather_in_order(torch.arange(float(rank), 5, 2).to("toy:1"), range(rank, 5, 2))
+    return str(got.device), got.cpu().tolist()
+
+
+def test_results_are_on_the_device_where_the_rank_had_its_own() -> None:
+    want = ("toy:1", [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert run_ranks(on_a_device, 2, timeout=20.0) == [want, want]
+
+
 def test_a_view_is_sent_without_the_rest_of_its_memory() -> None:
     assert len(_pack(torch.zeros(100_000)[:1], [0]).packed) < 10_000
 
@@ -253,8 +264,8 @@ def mistake(rank: int, name: str) -> str:
         ("index", "rank 1 cannot be gathered: TypeError: 'float' object cannot be interpreted as an integer"),
         ("negative", "a sample's index must not be negative (index: -1)"),
         ("unpicklable", "rank 1 cannot be gathered: TypeError: cannot be pickled"),
-        ("twice", "2 samples came more than once, 2 times too often (the first of them: [0, 1])"),
-        ("missing", "1 samples did not come (the first of them: [2])"),
+        ("twice", "samples came more than once (how many: 2, times too often: 2, the first of them: [0, 1])"),
+        ("missing", "samples did not come (how many: 1, the first of them: [2])"),
         ("fewer", "not as many samples came as expected (came: 4, expected: 5)"),
     ],
     ids=lambda value: value.split(" (")[0][:22],

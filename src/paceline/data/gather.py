@@ -95,7 +95,7 @@ def _pack(values: Any, indices: Tensor | Iterable[int]) -> Parcel:
         _check_lengths(columns, len(numbers))
         packed = pickle.dumps((skeleton, {path: _portable(column) for path, column in columns.items()}))
     except Exception as error:
-        return Parcel(Label(torch.empty(0), {}, f"{type(error).__name__}: {error}"), b"")
+        return Parcel(Label(torch.empty(0, device="cpu"), {}, f"{type(error).__name__}: {error}"), b"")
     return Parcel(Label(numbers, {path: _kind(column) for path, column in columns.items()}), packed)
 
 
@@ -172,8 +172,8 @@ def _check_unique(again: Tensor) -> None:
     if len(again):
         samples = again.unique()
         raise SamplesError(
-            f"{len(samples)} samples came more than once, {len(again)} times too often "
-            f"(the first of them: {samples[:_SHOWN].tolist()}); a sampler that pads does this; "
+            f"samples came more than once (how many: {len(samples)}, times too often: {len(again)}, the "
+            f"first of them: {samples[:_SHOWN].tolist()}); a sampler that pads does this; "
             'duplicates="drop" takes the first of each'
         )
 
@@ -182,10 +182,10 @@ def _check_complete(samples: Tensor, count: int | None) -> None:
     if count is not None and count != len(samples):
         raise SamplesError(f"not as many samples came as expected (came: {len(samples)}, expected: {count})")
     if count is None and len(samples) and len(samples) <= (last := int(samples[-1])):
-        absent = torch.ones(last, dtype=torch.bool)
+        absent = torch.ones(last, dtype=torch.bool, device="cpu")
         absent[samples[:-1]] = False
         raise SamplesError(
-            f"{last + 1 - len(samples)} samples did not come (the first of them: "
+            f"samples did not come (how many: {last + 1 - len(samples)}, the first of them: "
             f"{absent.nonzero().flatten()[:_SHOWN].tolist()}); give a count if not all were to"
         )
 
