@@ -2,6 +2,8 @@
 
 from paceline import hooks
 from paceline.comm.backend import process_group as _backend
+from paceline.data.gather import gather_in_order
+from paceline.data.sampler import ShardedSampler
 from paceline.data_parallel import DataParallel, data_parallel
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import (
@@ -20,6 +22,7 @@ from paceline.errors import (
     OptionError,
     PacelineError,
     PeerError,
+    SamplesError,
     ShapeError,
     ShardError,
     StalledError,
@@ -60,9 +63,11 @@ __all__ = [
     "OptionError",
     "PacelineError",
     "PeerError",
+    "SamplesError",
     "ShapeError",
     "ShardError",
     "ShardedOptimizer",
+    "ShardedSampler",
     "StalledError",
     "StepError",
     "StrictError",
@@ -72,6 +77,7 @@ __all__ = [
     "WrapError",
     "data_parallel",
     "gather",
+    "gather_in_order",
     "hooks",
     "launch",
     "parallel_apply",

@@ -29,6 +29,7 @@
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── RecordingError (ValueError)          recorded steps that cannot be read
     ├── MissingPackageError (ImportError)    an extra that is not installed; names it
+    ├── SamplesError (ValueError)            samples that came twice or not at all, or of another order
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── LaunchError (RuntimeError)           a launched function failed on a rank; has its traceback
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
@@ -162,6 +163,10 @@ class RecordingError(PacelineError, ValueError):
 
 class MissingPackageError(PacelineError, ImportError):
     """What was asked for needs an extra that is not installed; the message names it."""
+
+
+class SamplesError(PacelineError, ValueError):
+    """Samples that came more than once or not at all, do not fit together, or are of another order."""
 
 
 class ShardError(PacelineError, RuntimeError):
