@@ -117,46 +117,25 @@ def analyse(whole: Section) -> Findings:
     spent = everything if section is whole else _spent(section)
     figures = [_figures(section, track, own) for track, own in zip(section.tracks, spent, strict=True)]
     low, middle, high = quartiles(_lengths(section))
-    step = (low / 1e6, middle / 1e6, high / 1e6)
-    parts = {part: statistics.fmean(each.parts[part] for each in figures) for part in Part}
-    under_way = statistics.fmean(each.under_way for each in figures)
     hidden = statistics.fmean(each.hidden for each in figures)
     buckets = bucket_waits(section)
-    lost, shadowed = whole.kinds(Kind.LOST), whole.kinds(Kind.SHADOW)
-    recorded = max(map(len, whole.tracks))
-    facts = Facts(
-        step=step[1],
-        # A rank that comes early waits there for the others: what buffers cost is what the last one spends.
-        parts=parts | {Part.BUFFERS: min(each.parts[Part.BUFFERS] for each in figures)},
-        under_way=under_way,
-        first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
-        buckets=[each.nbytes for each in buckets],
-        cap=int(section.about["cap"]),
-        ranks=len(section.group),
-        hosts=_hosts(section),
-        transport=str(section.about["transport"]),
-        device=str(section.about["device"]),
-        exchange=str(section.about["exchange"]),
-        late=late,
-        lost=lost / recorded,
-        shadowed=shadowed / recorded,
-    )
-    share = hidden / under_way if under_way else None
+    facts = _facts(whole, section, figures, buckets, late)
+    share = hidden / facts.under_way if facts.under_way else None
     return Findings(
         module=section.module,
         verdict=_verdict(facts, share),
         group=section.group,
         missing=section.missing,
         steps=sum(plan.steps for plan in section.plans),
-        recorded=recorded,
+        recorded=_recorded(whole),
         first=_first(whole),
         since=_first(section),
-        lost=lost,
-        shadowed=shadowed,
-        step_ms=step,
+        lost=whole.kinds(Kind.LOST),
+        shadowed=whole.kinds(Kind.SHADOW),
+        step_ms=(low / 1e6, middle / 1e6, high / 1e6),
         mean_ms=statistics.fmean(each.mean for each in figures),
-        parts={str(part): spent for part, spent in parts.items()},
-        under_way_ms=under_way,
+        parts={str(part): spent for part, spent in _parts(figures).items()},
+        under_way_ms=facts.under_way,
         hidden=share,
         rate=_rate(section),
         unit=str(section.about["unit"]),
@@ -169,6 +148,44 @@ def analyse(whole: Section) -> Findings:
         run=_run(section),
         plans=section.plans,
     )
+
+
+def _facts(
+    whole: Section,
+    section: Section,
+    figures: Sequence[RankFigures],
+    buckets: Sequence[Waits],
+    late: Sequence[Late],
+) -> Facts:
+    """What suggestions are made from."""
+    parts = _parts(figures)
+    # A rank that comes early waits there for the others: what buffers cost is what the last one spends.
+    buffers = min(each.parts[Part.BUFFERS] for each in figures)
+    return Facts(
+        step=quartiles(_lengths(section))[1] / 1e6,
+        parts=parts | {Part.BUFFERS: buffers},
+        under_way=statistics.fmean(each.under_way for each in figures),
+        first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
+        buckets=[each.nbytes for each in buckets],
+        cap=int(section.about["cap"]),
+        ranks=len(section.group),
+        hosts=_hosts(section),
+        transport=str(section.about["transport"]),
+        device=str(section.about["device"]),
+        exchange=str(section.about["exchange"]),
+        late=late,
+        lost=whole.kinds(Kind.LOST) / _recorded(whole),
+        shadowed=whole.kinds(Kind.SHADOW) / _recorded(whole),
+    )
+
+
+def _parts(figures: Sequence[RankFigures]) -> dict[Part, float]:
+    """Where a step goes on the average rank."""
+    return {part: statistics.fmean(each.parts[part] for each in figures) for part in Part}
+
+
+def _recorded(section: Section) -> int:
+    return max(map(len, section.tracks))
 
 
 def _spent(section: Section) -> list[Durations]:
