@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import collectives
 import ddp
 import pytest
+import recorder
 import torch
 import torch.distributed as dist
 
@@ -120,6 +121,19 @@ def test_what_synchronisation_adds_is_judged_by_what_torch_adds(torch_step: floa
     seconds = ddp.Seconds({side: [step] * 3 for side, step in steps.items()})
     [row] = ddp.added_rows("tiny-layers", seconds, [ddp.SIDES["torch"], ddp.SIDES["paceline"]])
     assert row.met is met
+
+
+def test_the_recorder_is_timed_beside_one_that_does_nothing_and_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = figures(recorder, monkeypatch, tmp_path / "rows.json", "--models", "conv")
+    what = "step of 1.7M conv net with batch norm"
+    assert list(rows) == [
+        (what, "recorded / not, less 1"),
+        (what, "the recorder's own calls / step"),
+    ]
+    assert set(rows[what, "recorded / not, less 1"]["timings"]) == {"paceline", "without a recorder", "alone"}
+    assert 0 < rows[what, "the recorder's own calls / step"]["value"] < 1
 
 
 def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
