@@ -1,5 +1,6 @@
 """The pace of a run that is being recorded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,11 @@ def test_a_rank_is_late_where_ranks_meet_for_module_buffers_too() -> None:
     assert (found.slowest, found.behind) == (1, pytest.approx(0.005))
 
 
-def test_ranks_that_are_late_by_turns_are_not_named() -> None:
-    ranks = [[row(step, late=3 * (step % 2 == rank)) for step in range(8)] for rank in range(2)]
+@pytest.mark.parametrize(
+    "late", [lambda step, rank: 3 * (step % 2 == rank), lambda _, rank: rank], ids=["by turns", "hardly"]
+)
+def test_ranks_that_are_late_by_turns_or_hardly_are_not_named(late: Callable[[int, int], int]) -> None:
+    ranks = [[row(step, late=late(step, rank)) for step in range(8)] for rank in range(2)]
     found = pace([chapter(rank, rows) for rank, rows in enumerate(ranks)])
     assert found is not None
     assert found.slowest is None

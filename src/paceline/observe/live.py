@@ -12,8 +12,9 @@ from paceline.recording.rows import BucketColumn, Column, Kind
 
 # So many steps the figures are of.
 WINDOW = 32
-# In so many of them a rank must come last to be called the slowest.
+# In so many of them a rank must come last to be called the slowest, and by so much of a step.
 MOST = 2 / 3
+NOTABLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Pace:
         count_a_second: samples, or whatever is counted, of all ranks; None if nothing is.
         unit: what is counted.
         hidden: the share of communication that went on during backward; None if there was none.
-        slowest: the rank that the others waited for in most steps; None if ranks took turns.
+        slowest: the rank that the others waited for in most steps; None if there is none, or hardly.
         behind: so many seconds a step, in the median.
     """
 
@@ -81,15 +82,17 @@ def _pace(chapters: Sequence[Chapter]) -> Pace | None:
     begins = [statistics.median(rows[step][Column.BEGIN] for rows in ranks.values()) for step in steps]
     seconds = [(later - begin) / 1e9 for begin, later in itertools.pairwise(begins)]
     counted = sum(rows[step][Column.COUNT] for rows in ranks.values() for step in steps[:-1])
+    step = statistics.median(seconds)
     slowest, behind = _slowest(ranks, steps)
+    is_notable = behind > NOTABLE * step
     return Pace(
         step=steps[-1],
-        steps_a_second=1 / statistics.median(seconds),
+        steps_a_second=1 / step,
         count_a_second=counted / sum(seconds) if counted else None,
         unit=str(chapters[0].about["unit"]),
         hidden=_hidden(rows[step] for rows in ranks.values() for step in steps),
-        slowest=slowest,
-        behind=behind,
+        slowest=slowest if is_notable else None,
+        behind=behind if is_notable else 0.0,
     )
 
 
