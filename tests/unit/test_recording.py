@@ -147,6 +147,18 @@ def record_and_die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_forked_child_leaves_the_record_alone(tmp_path: Path) -> None:
+    recorder = Recorder([7], tmp_path)
+    recorder.follow(PLAN, about())
+    run(recorder, 3)
+    child = multiprocessing.get_context("fork").Process(target=recorder.close)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    [chapter] = read(tmp_path)
+    assert [row[Column.STEP] for row in chapter.rows] == [0, 1]
+
+
 @pytest.mark.usefixtures("clock")
 def test_accumulating_forwards_second_backwards_and_lost_steps(tmp_path: Path) -> None:
     recorder = Recorder([7], tmp_path)

@@ -44,6 +44,7 @@ class Recorder:
         self._row = self._last = [0] * width(0)
         self._has_ended = False
         self._counted = 0
+        self._owner = os.getpid()
         _recorders.add(self)
 
     def follow(self, plan: Plan, about: About) -> None:
@@ -138,7 +139,8 @@ class Recorder:
 
     def close(self) -> None:
         """No more belongs to the step at hand."""
-        if self._has_ended:
+        # A forked child has this object and the memory too, and the step is not its own to put away.
+        if self._has_ended and os.getpid() == self._owner:
             self._close(time.monotonic_ns())
 
     def durations(self) -> dict[str, int]:
