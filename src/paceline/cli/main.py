@@ -3,6 +3,7 @@
 import click
 
 import paceline
+from paceline.cli.doctor import doctor
 from paceline.cli.run import run
 
 
@@ -12,4 +13,5 @@ def main() -> None:
     """Train PyTorch models on several ranks, and see where the time goes."""
 
 
+main.add_command(doctor)
 main.add_command(run)
