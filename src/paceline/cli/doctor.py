@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import utils as rendezvous
 from paceline.cli.run import choose_meeting_place, leave, ranks_parser
 from paceline.diagnosis import files, host, names, network, ports, starting
 from paceline.diagnosis.asked import Asked, Endpoint, Target
-from paceline.diagnosis.finding import Finding, Severity, fault, has_faults, notice, worst_first
+from paceline.diagnosis.finding import Finding, Severity, has_faults, notice, worst_first
 from paceline.launching import agent
 
 USAGE = "%(prog)s [-n RANKS] [--json] [--no-ranks] [torchrun's options] [SCRIPT [ARGUMENT ...]]"
@@ -39,11 +39,12 @@ def doctor(arguments: tuple[str, ...]) -> None:
     options = parser.parse_args(arguments)
     try:
         asked = _asked(options)
+        job = _job(options, asked)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         parser.error(str(error))
     findings, signum = host.examine(asked), None
     if not options.no_ranks:
-        among, signum = _among_ranks(options, asked, findings)
+        among, signum = _among_ranks(job, asked, findings)
         findings += among
     if signum is not None:
         leave(128 + signum)
@@ -117,19 +118,13 @@ def _is_here(options: argparse.Namespace, address: str, hosts: int) -> tuple[boo
     return is_known or bool(own & set(names.resolve(address).addresses)), is_known
 
 
-def _among_ranks(
-    options: argparse.Namespace, asked: Asked, findings: list[Finding]
-) -> tuple[list[Finding], int | None]:
-    """What ranks find, unless it is known already that they cannot meet."""
+def _among_ranks(job: agent.Job, asked: Asked, findings: list[Finding]) -> tuple[list[Finding], int | None]:
+    """What ranks find, unless it is known that they cannot meet; also the signal that ended them, if any."""
     in_the_way = {each.check for each in findings if each.severity is Severity.FAULT} & NEEDED_BY_RANKS
     if in_the_way:
         return [
             notice("ranks", f"none were started before this is mended: {', '.join(sorted(in_the_way))}")
         ], None
-    try:
-        job = _job(options, asked)
-    except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        return [fault("ranks", f"the options are not good ({error})", "paceline doctor --help")], None
     return starting.examine(job, asked)
 
 

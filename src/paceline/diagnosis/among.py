@@ -29,7 +29,7 @@ def judge(report: Report, asked: Asked) -> list[Finding]:
 
 def _hosts(facts: Sequence[Any]) -> list[str]:
     """How each rank's host is called: by its name, and by its address where several have that name."""
-    names = {(fact["host"], fact["host_id"]) for fact in facts if fact}
+    names = {(fact["host"], fact["address"]) for fact in facts if fact}
     return [_host(fact, [name for name, _ in names]) for fact in facts]
 
 

@@ -125,5 +125,7 @@ def _not_reached(port: Port, endpoint: Endpoint, host: str) -> tuple[str, str]:
     if port.number == errno.ECONNREFUSED:
         found = f"nobody listens at the rendezvous, or a firewall refuses ({way}: {port.problem})"
         return found, "paceline doctor --node-rank 0 …    # on the first host, with the same options"
+    if port.number in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"no way leads to the rendezvous ({way}: {port.problem})", f"ip route get {endpoint.address}"
     allow = f"sudo iptables -I INPUT -p tcp --dport {endpoint.port} -j ACCEPT    # on {endpoint.address}"
     return f"the rendezvous is blocked ({way}: {port.problem})", allow

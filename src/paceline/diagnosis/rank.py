@@ -25,11 +25,13 @@ def main() -> None:
     report = Report()
     stage = "meeting"
     try:
+        # Before there are threads, which forks would be without.
+        own = facts()
         _see_meeting_place()
         store, _, world = meet(seconds=SECONDS)
         board = Board(store, rank=rank, world=world, seconds=SECONDS)
         stage = "telling versions"
-        report.facts = board.share("facts", facts())
+        report.facts = board.share("facts", own)
         stage = "connecting"
         _reach(board, report)
         if None not in report.facts and not any(any(problems or ["?"]) for problems in report.reached):

@@ -74,5 +74,5 @@ def _program(target: str) -> Script:
 def judge(script: Script) -> Finding:
     """Say whether ranks can run it."""
     if script.problem is not None:
-        return fault(CHECK, f"{script.target}: {script.problem}", script.fix, **vars(script))
-    return ok(CHECK, f"{script.target} can be read", **vars(script))
+        return fault(CHECK, f"{script.target}: {script.problem}", script.fix, target=script.target)
+    return ok(CHECK, f"{script.target} can be read", target=script.target)
