@@ -96,8 +96,3 @@ def test_other_versions_and_another_time_are_found_on_both_hosts(tmp_path: Path)
 def replace(file: Path, old: str, new: str) -> None:
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
-
-
-def test_hosts_as_they_should_be_have_no_faults(tmp_path: Path) -> None:
-    with Hosts() as hosts:
-        assert on_both(hosts, tmp_path) == [{}, {}]

@@ -24,6 +24,8 @@ EXIT_FAULTS = 1
 JOIN = "join_timeout=60,timeout=60"
 # With a fault of these ranks would only hang, or fail for a reason that is known.
 NEEDED_BY_RANKS = frozenset({network.CHECK, names.CHECK, ports.CHECK, files.CHECK})
+# What torch has to say of connections is found and told otherwise.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 COLOURS = {Severity.OK: "green", Severity.NOTICE: "yellow", Severity.FAULT: "red"}
 
 
@@ -139,7 +141,7 @@ def _job(options: argparse.Namespace, asked: Asked) -> agent.Job:
     options.max_restarts, options.nnodes = 0, str(asked.hosts)
     choose_meeting_place(options)
     config, _, _ = torchrun.config_from_args(options)
-    return agent.Job(config, starting.COMMAND, environment=environment, adopts_all=True)
+    return agent.Job(config, starting.COMMAND, environment={**QUIET, **environment}, adopts_all=True)
 
 
 def _show(findings: list[Finding], *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from paceline.diagnosis import clocks, pairs, reach
 from paceline.diagnosis.asked import Asked
 from paceline.diagnosis.finding import Finding, fault, ok
-from paceline.diagnosis.report import Report
+from paceline.diagnosis.report import MEETING, Report
 
 RANKS, VERSIONS, DTYPES = "ranks", "versions", "types of element"
 COMPARED = ("torch", "paceline", "python")
@@ -16,7 +16,7 @@ def judge(report: Report, asked: Asked) -> list[Finding]:
     """Everything that the report says, in the order in which ranks found it out."""
     facts = [*report.facts, *[None] * (asked.world - len(report.facts))]
     hosts = _hosts(facts)
-    findings = [*_problems(report.problems), *_silent(facts, report.problems), *_versions(facts)]
+    findings = [*_problems(report.problems, asked), *_silent(facts, report.problems), *_versions(facts)]
     if report.reached:
         findings += reach.judge(report.reached, report.places, hosts)
     if report.looks:
@@ -39,19 +39,21 @@ def _host(fact: Any, names: Sequence[str]) -> str:
     return f"{fact['host']} ({fact['address']})" if names.count(fact["host"]) > 1 else str(fact["host"])
 
 
-def _problems(problems: Sequence[Any]) -> list[Finding]:
+def _problems(problems: Sequence[Any], asked: Asked) -> list[Finding]:
     """What stopped ranks; one finding for all that say the same on one host."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:
             alike.setdefault((problem["host"], problem["stage"], problem["words"]), []).append(rank)
-    return [_stopped(*key, ranks) for key, ranks in alike.items()]
+    return [_stopped(*key, ranks, asked) for key, ranks in alike.items()]
 
 
-def _stopped(host: str, stage: str, words: str, ranks: list[int]) -> Finding:
+def _stopped(host: str, stage: str, words: str, ranks: list[int], asked: Asked) -> Finding:
     fix = "export TORCH_DISTRIBUTED_DEBUG=DETAIL TORCH_CPP_LOG_LEVEL=INFO"
-    if stage == "meeting":
-        fix = "paceline run --local-addr ADDRESS …    # on the first host: an address that others reach"
+    if stage == MEETING:
+        # The first host has told the others a name of its own that means nothing to them, or something else.
+        address = "localhost" if asked.endpoint is None else asked.endpoint.address
+        fix = f"paceline run --local-addr {address} …    # on the first host"
     found = f"ranks {ranks} on {host} were stopped while {stage} ({words})"
     return fault(RANKS, found, fix, ranks=ranks, stage=stage)
 

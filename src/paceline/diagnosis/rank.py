@@ -11,7 +11,7 @@ from paceline.comm.probing import gloo_group, meet, reduced_dtypes
 from paceline.comm.shm.neighbours import host_id
 from paceline.diagnosis import clocks, network, pairs, ports, reach, software
 from paceline.diagnosis.board import Board
-from paceline.diagnosis.report import Report
+from paceline.diagnosis.report import MEETING, Report
 from paceline.launching.worker import FOLDER
 
 # So long ranks wait for each other: for one that is being started, or whose link is slow.
@@ -23,26 +23,43 @@ def main() -> None:
     """Examine what lies between this rank and the others."""
     rank = int(os.environ["RANK"])
     report = Report()
-    stage = "meeting"
     try:
-        # Before there are threads, which forks would be without.
-        own = facts()
-        _see_meeting_place()
-        store, _, world = meet(seconds=SECONDS)
-        board = Board(store, rank=rank, world=world, seconds=SECONDS)
-        stage = "telling versions"
-        report.facts = board.share("facts", own)
-        stage = "connecting"
-        _reach(board, report)
-        if None not in report.facts and not any(any(problems or ["?"]) for problems in report.reached):
-            stage = "using gloo"
-            with gloo_group(store, rank=rank, world=world, seconds=SECONDS) as group:
-                use(group, board, report)
+        _examine(report)
     except Exception as error:
-        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        report.problems = [None] * rank + [{"stage": stage, "words": words, "host": socket.gethostname()}]
+        problem = {"stage": _stage(report), "words": _words(error), "host": socket.gethostname()}
+        report.problems = [*[None] * rank, problem]
     finally:
         report.save(Path(os.environ[FOLDER]), rank)
+
+
+def _examine(report: Report) -> None:
+    """Go on as long as every rank does."""
+    # Before there are threads, which forks would be without.
+    own = facts()
+    _see_meeting_place()
+    store, rank, world = meet(seconds=SECONDS)
+    board = Board(store, rank=rank, world=world, seconds=SECONDS)
+    report.facts = board.share("facts", own)
+    if None in report.facts:
+        return
+    with reach.listening(own["address"]) as place:
+        report.places = board.share("places", place)
+        report.reached = board.share("reached", reach.try_all(report.places))
+    if None in report.reached or any(map(any, report.reached)):
+        return
+    with gloo_group(store, rank=rank, world=world, seconds=SECONDS) as group:
+        use(group, board, report)
+
+
+def _stage(report: Report) -> str:
+    """What a rank was about when it was stopped, by what it knew."""
+    if not report.facts:
+        return MEETING
+    return "using gloo" if report.reached else "connecting"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _see_meeting_place() -> None:
@@ -65,13 +82,6 @@ def facts() -> dict[str, Any]:
         "paceline": installed.paceline,
         "python": installed.python,
     }
-
-
-def _reach(board: Board, report: Report) -> None:
-    own = report.facts[int(os.environ["RANK"])]
-    with reach.listening(own["address"]) as place:
-        report.places = board.share("places", place)
-        report.reached = board.share("reached", reach.try_all(report.places))
 
 
 def use(group: Group, board: Board, report: Report, *, clock: Callable[[], float] | None = None) -> None:

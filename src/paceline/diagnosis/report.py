@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".diagnosis"
+# What a rank is about that has not met the others.
+MEETING = "meeting"
 
 
 @dataclass
