@@ -1,7 +1,9 @@
 """``paceline doctor`` on two hosts: what lies between them is found, from both sides, and named."""
 
+import ctypes
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +15,22 @@ import paceline
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts, enter
 
+NEWUTS = 0x04000000  # linux/sched.h
 PORT = 29500
 OTHER_VERSION = "0.0.7"
+
+
+def move(host: str) -> None:
+    """To a host, with a name that resolves without a name server."""
+    enter(host)
+    assert ctypes.CDLL(None).unshare(NEWUTS) == 0
+    socket.sethostname("localhost")
 
 
 def doctor(
     rank: int, hosts: Hosts, folder: Path, options: Sequence[str], environments: Sequence[dict[str, str]]
 ) -> Ran:
-    enter(hosts.names[rank])
+    move(hosts.names[rank])
     folder = folder / str(rank)
     folder.mkdir()
     where = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}"]
@@ -96,3 +106,21 @@ def test_other_versions_and_another_time_are_found_on_both_hosts(tmp_path: Path)
 def replace(file: Path, old: str, new: str) -> None:
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
+
+
+def beside_the_name(rank: int, hosts: Hosts, folder: Path) -> Ran:
+    move(hosts.names[rank])
+    where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.addresses[0]}:{PORT}"]
+    return in_rank(rank, ["doctor", "--json", "--no-ranks", *where], folder)
+
+
+def test_an_endpoint_here_that_torch_would_not_listen_at_is_found(tmp_path: Path) -> None:
+    # The host's name means another address, so that torch takes this one for another host's.
+    with Hosts() as hosts:
+        [ran] = run_ranks(beside_the_name, 1, args=(hosts, tmp_path), backend=None, timeout=30.0)
+    faults = {
+        each["check"]: each for each in json.loads(ran.stdout)["findings"] if each["severity"] == "fault"
+    }
+    assert faults.keys() == {"rendezvous", "interfaces"}
+    assert "--rdzv-conf is_host=1" in faults["rendezvous"]["fix"]
+    assert faults["interfaces"]["fix"] == "export GLOO_SOCKET_IFNAME=wire"

@@ -24,8 +24,7 @@ EXIT_FAULTS = 1
 JOIN = "join_timeout=60,timeout=60"
 # With a fault of these ranks would only hang, or fail for a reason that is known.
 NEEDED_BY_RANKS = frozenset({network.CHECK, names.CHECK, ports.CHECK, files.CHECK})
-# What torch has to say of connections is found and told otherwise.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 COLOURS = {Severity.OK: "green", Severity.NOTICE: "yellow", Severity.FAULT: "red"}
 
 
@@ -132,6 +131,8 @@ def _among_ranks(job: agent.Job, asked: Asked, findings: list[Finding]) -> tuple
 
 def _job(options: argparse.Namespace, asked: Asked) -> agent.Job:
     environment = agent.environment(asked.ranks)
+    # What torch has to say of connections is found and told otherwise.
+    environment[LOG_LEVEL] = os.environ.get(LOG_LEVEL, "ERROR")
     # torch's own reading of the options warns and decides where this is not set.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     options.log_dir = os.devnull
@@ -141,7 +142,7 @@ def _job(options: argparse.Namespace, asked: Asked) -> agent.Job:
     options.max_restarts, options.nnodes = 0, str(asked.hosts)
     choose_meeting_place(options)
     config, _, _ = torchrun.config_from_args(options)
-    return agent.Job(config, starting.COMMAND, environment={**QUIET, **environment}, adopts_all=True)
+    return agent.Job(config, starting.COMMAND, environment=environment, adopts_all=True)
 
 
 def _show(findings: list[Finding], *, as_json: bool) -> None:

@@ -132,7 +132,9 @@ def _addresses_6(name: str) -> list[str]:
     if not _ADDRESSES_6.exists():
         return []
     rows = [line.split() for line in _ADDRESSES_6.read_text().splitlines()]
-    return [str(ip_address(bytes.fromhex(row[0]))) for row in rows if row[5] == name]
+    found = [ip_address(bytes.fromhex(row[0])) for row in rows if row[5] == name]
+    # An address of the link alone is of no use without the link's name.
+    return [str(address) for address in sorted(found, key=lambda address: address.is_link_local)]
 
 
 def _default() -> str | None:
