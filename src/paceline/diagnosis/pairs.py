@@ -68,7 +68,7 @@ def _speed(group: Group) -> Measured:
     for size in SIZES:
         large = group.empty(size // 4, dtype=torch.float32, device=torch.device("cpu")).zero_()
         _seconds(group, large)
-        took = min(_seconds(group, large) for _ in range(2))
+        took = min(_seconds(group, large) for _ in range(3))
         # Both must stop at the same size, and they measure different times.
         if _slower(group, took) > LONG_SECONDS:
             break

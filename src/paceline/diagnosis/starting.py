@@ -37,4 +37,7 @@ def _ending(ending: agent.Ending, asked: Asked) -> list[Finding]:
     told = verdict(ending.failures)
     if told is None or ending.signal is not None:
         return []
-    return [fault(among.RANKS, f"a rank failed ({told})", "python -c 'import paceline'")]
+    # A signal came from outside; otherwise the first thing that can fail is what a rank imports.
+    is_signal = told.first.exit_code < 0
+    fix = "sudo dmesg | tail" if is_signal else f"{sys.executable} -c 'import {in_rank.__name__}'"
+    return [fault(among.RANKS, f"a rank failed ({told})", fix)]
