@@ -259,6 +259,18 @@ def test_ranks_that_were_stopped_and_ranks_that_said_nothing() -> None:
     assert second.found == "ranks said nothing (ranks: [1])"
 
 
+def test_ranks_that_fall_silent_later_or_never_spoke() -> None:
+    ranks = [fact("a", "192.0.2.1"), fact("b", "192.0.2.2")]
+    report = Report(
+        facts=ranks, places=[place("192.0.2.1"), place("192.0.2.2")], reached=[[None, None], None]
+    )
+    [finding] = checks(report, Asked(1, hosts=2))
+    assert finding.found == "ranks said nothing (ranks: [1])"
+    assert "connections" not in [each.check for each in among.judge(report, Asked(1, hosts=2))]
+    [finding] = checks(Report(), Asked(2))
+    assert finding.found == "ranks said nothing (ranks: [0, 1])"
+
+
 def test_reports_of_ranks_are_one_report() -> None:
     one = Report(facts=["a", None], problems=[None, "p"])
     two = Report(facts=[None, "b"], looks=[1, 2])

@@ -16,7 +16,7 @@ def judge(report: Report, asked: Asked) -> list[Finding]:
     """Everything that the report says, in the order in which ranks found it out."""
     facts = [*report.facts, *[None] * (asked.world - len(report.facts))]
     hosts = _hosts(facts)
-    findings = [*_problems(report.problems, asked), *_silent(facts, report.problems), *_versions(facts)]
+    findings = [*_problems(report.problems, asked), *_silent(report, asked), *_versions(facts)]
     if report.reached:
         findings += reach.judge(report.reached, report.places, hosts)
     if report.looks:
@@ -58,20 +58,18 @@ def _stopped(host: str, stage: str, words: str, ranks: list[int], asked: Asked) 
     return fault(RANKS, found, fix, ranks=ranks, stage=stage)
 
 
-def _silent(facts: Sequence[Any], problems: Sequence[Any]) -> list[Finding]:
-    told = {rank for rank, problem in enumerate(problems) if problem is not None}
-    silent = [rank for rank, fact in enumerate(facts) if fact is None and rank not in told]
-    # A rank that was stopped at once has heard of nobody.
-    if not silent or len(silent) + len(told) == len(facts):
+def _silent(report: Report, asked: Asked) -> list[Finding]:
+    """Ranks that others have waited for in vain, and that have not said why."""
+    stopped = {rank for rank, problem in enumerate(report.problems) if problem is not None}
+    stages = (report.facts, report.places, report.reached, report.looks, report.dtypes, report.measured)
+    missing = {rank for told in stages for rank, words in enumerate(told) if words is None}
+    if not report.facts and not stopped:
+        missing = set(range(asked.world))
+    silent = sorted(missing - stopped)
+    if not silent:
         return []
-    return [
-        fault(
-            RANKS,
-            f"ranks said nothing (ranks: {silent})",
-            "paceline doctor …    # on their hosts",
-            ranks=silent,
-        )
-    ]
+    found = f"ranks said nothing (ranks: {silent})"
+    return [fault(RANKS, found, "paceline doctor …    # on their hosts", ranks=silent)]
 
 
 def _versions(facts: Sequence[Any]) -> list[Finding]:

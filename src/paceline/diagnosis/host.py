@@ -1,14 +1,12 @@
 """Everything about one host that can be seen without ranks."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ipaddress import ip_address
 
 from paceline.diagnosis import cores, files, memory, names, network, ports, script, software
 from paceline.diagnosis.asked import Asked
 from paceline.diagnosis.finding import Finding, notice
-
-Check = Callable[[Asked], Iterator[Finding]]
 
 
 def examine(asked: Asked) -> list[Finding]:

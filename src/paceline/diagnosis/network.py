@@ -6,7 +6,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Taken:
 
     interface: str
     address: str
-    why: str = field(compare=False)
+    why: str
 
 
 def gather() -> Network:

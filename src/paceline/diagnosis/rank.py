@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from paceline.diagnosis.report import MEETING, Report
 from paceline.launching.worker import FOLDER
 
 # So long ranks wait for each other: for one that is being started, or whose link is slow.
-SECONDS = 15.0
+SECONDS = 20.0
 BACKENDS = ("gloo", "paceline")
 
 
@@ -48,7 +47,7 @@ def _examine(report: Report) -> None:
     if None in report.reached or any(map(any, report.reached)):
         return
     with gloo_group(store, rank=rank, world=world, seconds=SECONDS) as group:
-        use(group, board, report)
+        _use(group, board, report)
 
 
 def _stage(report: Report) -> str:
@@ -84,10 +83,9 @@ def facts() -> dict[str, Any]:
     }
 
 
-def use(group: Group, board: Board, report: Report, *, clock: Callable[[], float] | None = None) -> None:
+def _use(group: Group, board: Board, report: Report) -> None:
     """Find out what takes a group that works."""
-    looks = clocks.look(group) if clock is None else clocks.look(group, clock=clock)
-    report.looks = board.share("looks", looks)
+    report.looks = board.share("looks", clocks.look(group))
     refused = {backend: reduced_dtypes(backend, seconds=SECONDS) for backend in BACKENDS}
     report.dtypes = board.share("dtypes", refused)
     hosts = [fact["host_id"] for fact in report.facts]

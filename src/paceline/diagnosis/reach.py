@@ -79,6 +79,8 @@ def judge(
                 ways.setdefault((hosts[rank], hosts[other]), (problem, place, places[rank]))
     if ways:
         return [_blocked(way, *rest) for way, rest in ways.items()]
+    if None in reached:
+        return []
     tried = sum(len(problems) for problems in reached if problems)
     return [ok(CHECK, f"every rank reaches every other ({tried} connections)", connections=tried)]
 

@@ -22,8 +22,11 @@ def examine(job: agent.Job, asked: Asked) -> tuple[list[Finding], int | None]:
         # Standard output is for the findings.
         ending = agent.run(job, Path(folder), stdout=sys.stderr, stderr=sys.stderr)
         report = read(Path(folder))
-    findings = among.judge(report, asked) if report.facts or report.problems else []
-    return [*_ending(ending, asked), *findings], ending.signal
+    findings = _ending(ending, asked)
+    # Ranks that could not be started, or failed, have said nothing, and that is told already.
+    if report.facts or report.problems or not findings:
+        findings += among.judge(report, asked)
+    return findings, ending.signal
 
 
 def _ending(ending: agent.Ending, asked: Asked) -> list[Finding]:
