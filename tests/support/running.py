@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +31,7 @@ class Ran:
 
 def paceline(*arguments: str, folder: Path, sends: Sequence[tuple[str, signal.Signals]] = ()) -> Ran:
     """Run ``paceline`` in ``folder``; each signal is sent once its text has appeared."""
-    [ran] = run_ranks(_in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=TIMEOUT)
+    [ran] = run_ranks(in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=TIMEOUT)
     assert isinstance(ran, Ran)
     return ran
 
@@ -41,13 +41,19 @@ def script(folder: Path, text: str) -> str:
     return "script.py"
 
 
-def _in_rank(
-    _: int, arguments: Sequence[str], folder: Path, sends: Sequence[tuple[str, signal.Signals]]
+def in_rank(
+    _: int,
+    arguments: Sequence[str],
+    folder: Path,
+    sends: Sequence[tuple[str, signal.Signals]] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> Ran:
+    """The same, from a rank that may have prepared what the command is to find."""
     out, err = folder / "stdout", folder / "stderr"
     pid = os.fork()
     if pid == 0:
-        _be_the_command(arguments, folder, out, err)
+        _be_the_command(arguments, folder, out, err, environment or {})
     for text, signum in sends:
         _wait_for(text, out, err)
         os.kill(pid, signum)
@@ -55,12 +61,15 @@ def _in_rank(
     return Ran(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), _marked(str(folder)))
 
 
-def _be_the_command(arguments: Sequence[str], folder: Path, out: Path, err: Path) -> NoReturn:
+def _be_the_command(
+    arguments: Sequence[str], folder: Path, out: Path, err: Path, environment: Mapping[str, str]
+) -> NoReturn:
     code = 99
     try:
         os.chdir(folder)
         os.environ[MARK] = str(folder)
         os.environ.pop("OMP_NUM_THREADS", None)
+        os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -3,6 +3,7 @@
 import click
 
 import paceline
+from paceline.cli.doctor import doctor
 from paceline.cli.report import report
 from paceline.cli.run import run
 
@@ -13,5 +14,5 @@ def main() -> None:
     """Train PyTorch models on several ranks, and see where the time goes."""
 
 
-main.add_command(run)
-main.add_command(report)
+for command in (run, report, doctor):
+    main.add_command(command)

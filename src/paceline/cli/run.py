@@ -48,17 +48,27 @@ def run(arguments: tuple[str, ...]) -> None:
         _say(f"{ranks} ranks share {agent.cores()} cores: each gets one thread")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         ending = agent.run(job, Path(folder), stdout=sys.stdout, stderr=sys.stderr)
-    _leave(_tell(ending))
+    leave(_tell(ending))
 
 
 def _parser() -> argparse.ArgumentParser:
     """The parser of torchrun, with our own options."""
-    parser = torchrun.get_args_parser()
+    parser, ours = ranks_parser()
     parser.prog = "paceline run"
     parser.usage = USAGE
     parser.description = (
         "Runs a script on several ranks, on torch's elastic agent. torchrun's options are all here."
     )
+    ours.add_argument(
+        "--patch", action="store_true", help="put paceline's wrappers in the place of torch's in the script"
+    )
+    ours.add_argument("--record", metavar="DIR", help="have each rank record what it does when, in DIR")
+    return parser
+
+
+def ranks_parser() -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
+    """The parser of torchrun with our number of ranks, and the group for options of ours."""
+    parser = torchrun.get_args_parser()
     ours = parser.add_argument_group("paceline")
     ours.add_argument(
         "-n",
@@ -68,13 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help=f"ranks on this host, as --nproc-per-node; default: {DEFAULT_RANKS}",
     )
-    ours.add_argument(
-        "--patch", action="store_true", help="put paceline's wrappers in the place of torch's in the script"
-    )
-    ours.add_argument("--record", metavar="DIR", help="have each rank record what it does when, in DIR")
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=DEFAULT_RANKS)
-    return parser
+    return parser, ours
 
 
 def _job(options: argparse.Namespace) -> agent.Job:
@@ -95,7 +101,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
     log_dir = options.log_dir
     # Otherwise a folder for logs is made, which stays empty.
     options.log_dir = os.devnull
-    _choose_meeting_place(options)
+    choose_meeting_place(options)
     config, _, _ = torchrun.config_from_args(options)
     return agent.Job(
         config=config,
@@ -131,7 +137,7 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def _choose_meeting_place(options: argparse.Namespace) -> None:
+def choose_meeting_place(options: argparse.Namespace) -> None:
     """One host meets at a free port, unless it is told where."""
     _, hosts = torchrun.parse_min_max_nnodes(options.nnodes)
     is_told = options.rdzv_backend != "static" or options.rdzv_endpoint or options.master_port is not None
@@ -170,7 +176,7 @@ def _tell(ending: agent.Ending) -> int:
     return 0
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Exit at once: taking torch apart would take longer than ending all ranks did."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

@@ -110,7 +110,7 @@ class Hosts:
     @contextmanager
     def group(self, rank: int, *, world: int, host: int) -> Iterator[None]:
         """On a rank: move to a host, for the rest of the process's life, and open a gloo group there."""
-        _enter(self.names[host])
+        enter(self.names[host])
         os.environ["GLOO_SOCKET_IFNAME"] = _LINK
         os.environ[HOST_VARIABLE] = self.names[host]
         with tcp_store_group(self.addresses[0], _PORT, rank=rank, world=world, backend="gloo"):
@@ -129,7 +129,8 @@ def sent_bytes() -> int:
     return int(counts[8])
 
 
-def _enter(name: str) -> None:
+def enter(name: str) -> None:
+    """Move this process to a namespace, for the rest of its life."""
     with Path("/run/netns", name).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), _NEWNET):
