@@ -184,7 +184,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-            self.recorder.buffers_synced()
+            if torch.is_grad_enabled():
+                self.recorder.buffers_synced()
         if self.device_ids:
             inputs, kwargs = tree.map_leaves(self._send, (inputs, kwargs))
         return inputs, kwargs

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,6 @@ def test_what_a_sink_cannot_encode_or_show_ends_no_run() -> None:
     broken = os.fdopen(writer, "w")
     sink = Sink(broken)
     sink.write("lost\n")
-    assert sink.is_broken
     sink.write("lost too\n")
     with pytest.raises(BrokenPipeError):
         broken.close()
@@ -154,3 +154,36 @@ def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
     line = "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication hidden, rank 1 last, by 4 ms"
     assert told == [None, None, line.format(30), None]
     assert status.last() == line.format(99)
+
+
+class Full(io.StringIO):
+    def write(self, _: str) -> int:
+        raise OSError("no space left on device")
+
+
+class Odd:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("stream", [None, Full(), Odd()], ids=["none", "full", "without isatty"])
+def test_what_cannot_be_written_to_stops_nobody(stream: Any) -> None:
+    sink = Sink(stream)
+    for _ in range(2):
+        sink.write("words")
+    assert not sink.is_terminal
+
+
+def test_a_status_comes_back_after_other_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Terminal()
+    sink = Sink(screen)
+    output = Output(Status(sink, lambda: pace(3), lambda: 31))
+    wait_until(lambda: screen.getvalue().count("step 3") == 1)
+    output.add(Stream(tmp_path / "pipe", Source(0, sink), log=None, is_shown=True))
+    (tmp_path / "pipe").write_text("words\n")
+    wait_until(lambda: screen.getvalue().count("step 3") == 2)
+    output.finish()
+    assert screen.getvalue().splitlines()[-1].endswith("step 3 · 12.5 steps/s · 800 r…")

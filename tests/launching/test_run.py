@@ -4,9 +4,15 @@ import os
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from running import paceline, script
+
+from paceline.launching import agent
+from paceline.launching.worker import FOLDER
+from paceline.recording.recorder import FOLDER_VARIABLE
 
 CORES = len(os.sched_getaffinity(0))
 FIRST = "if os.environ['RANK'] == '1':"
@@ -57,7 +63,7 @@ print("no end", end="")
     [
         ("sys.exit(3)", 3, "rank 1 exited with code 3"),
         ("os.kill(os.getpid(), 9)", 128 + 9, "rank 1 killed by SIGKILL: by somebody, or by the kernel"),
-        ("os.abort()", 128 + 6, '  File "script.py", line 5 in <module>'),
+        ("os.abort()", 128 + 6, 'script.py", line 5 in <module>'),
         ("os.kill(os.getpid(), 15)", 128 + 15, "rank 1 exited with code 143"),
         (
             "import atexit; atexit.register(os._exit, 9); 1 / 0",
@@ -79,7 +85,7 @@ def test_a_rank_that_ends_badly_gives_its_exit_code(ends: str, code: int, words:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("x = = 1", 'File "script.py", line 1\n      x = = 1\n          ^\n  SyntaxError: invalid syntax'),
+        ("x = = 1", 'script.py", line 1\n      x = = 1\n          ^\n  SyntaxError: invalid syntax'),
         (
             "try:\n    {}[3]\nexcept KeyError as e:\n    e.add_note('a note')\n    raise OSError from e",
             "KeyError: 3\n  a note\n\n  The above exception was the direct cause",
@@ -170,7 +176,8 @@ def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
     ran = paceline("run", "-n", "1", script(tmp_path, SAVES), folder=tmp_path, sends=sends)
     assert (ran.code, ran.left) == (130, [])
     assert ran.lines == ["[0] up", "[0] saved 0"]
-    assert ran.stderr.endswith("ended by SIGINT\nrank 0: interrupted at script.py:5 in <module>\n")
+    where = f"{tmp_path}/script.py:5 in <module>"
+    assert ran.stderr.endswith(f"ended by SIGINT\nrank 0: interrupted at {where}\n")
 
 
 def test_ctrl_c_twice_ends_ranks_at_once(tmp_path: Path) -> None:
@@ -207,17 +214,36 @@ def test_ranks_are_started_again_and_both_attempts_told(tmp_path: Path) -> None:
 
 def test_a_script_spawns_and_forks_processes(tmp_path: Path) -> None:
     text = f"""{PRELUDE}
+import dataclasses
 import multiprocessing
+@dataclasses.dataclass
+class Square:
+    of: int
 def square(x):
-    return x * x
+    return Square(x * x)
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.map(square, [3]))
+    os.chdir("/")
+    print(len(open(__file__).read()) > 100)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
     child.join()
     print(child.exitcode)
 """
-    ran = paceline("run", "-n", "1", script(tmp_path, text), folder=tmp_path)
-    assert (ran.code, ran.lines) == (0, ["[0] [9]", "[0] -15"])
+    ran = paceline("run", "-n", "1", "--patch", script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.lines) == (0, ["[0] [Square(of=9)]", "[0] True", "[0] -15"])
+
+
+def test_a_run_in_a_rank_of_another_leaves_that_ones_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: Any = SimpleNamespace(environment={})
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setenv(FOLDER_VARIABLE, "/somewhere")
+    assert agent._record_folder(job, tmp_path) == Path("/somewhere")
+    monkeypatch.setenv(FOLDER, "/of another run")
+    assert agent._record_folder(job, tmp_path) == tmp_path / "record"
+    job.environment[FOLDER_VARIABLE] = "/asked for"
+    assert agent._record_folder(job, tmp_path) == Path("/asked for")

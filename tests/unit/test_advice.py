@@ -60,7 +60,7 @@ def test_where_nothing_stands_out_nothing_is_suggested() -> None:
             replace(FINE, parts=EXPOSED, buckets=[16 * MIB, 16 * MIB]),
             "smaller cap",
             "bucket_cap_mb=4",
-            "2 buckets, the largest of 16.0 MiB",
+            "the largest bucket has 16.0 MiB of 32.0 MiB",
         ),
         (
             replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100, cap=64 * 1024),

@@ -21,7 +21,7 @@ def row(step: int, *, late: int = 0, kind: Kind = Kind.ORDINARY, count: int = 0)
     cells[Column.BACKWARD_START] = begin + 20 * MS
     cells[Column.BACKWARD_END] = begin + (60 + late) * MS
     cells[len(Column) + BucketColumn.LAUNCH] = begin + (40 + late) * MS
-    cells[Column.LANDED] = begin + (80 + late) * MS
+    cells[Column.LANDED] = cells[Column.END] = begin + (80 + late) * MS
     return cells
 
 
@@ -73,12 +73,15 @@ def test_lost_and_shadow_steps_do_not_count_and_few_steps_say_nothing() -> None:
     assert pace([chapter(0, rows), chapter(1, [])]) is None
 
 
-def test_of_several_wrappers_the_one_that_came_farthest_is_shown() -> None:
-    slow = chapter(0, [row(step) for step in range(3)])
-    fast = chapter(0, [row(step) for step in range(9)], wrapper=1)
-    found = pace([slow, fast])
+def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
+    finished = chapter(0, [row(step) for step in range(9)])
+    steps = [row(step) for step in range(3)]
+    for cells in steps:
+        for column in (Column.BEGIN, Column.END):
+            cells[column] += 5000 * MS
+    found = pace([finished, chapter(0, steps, wrapper=1), chapter(0, [], wrapper=2)])
     assert found is not None
-    assert (found.step, found.count_a_second) == (8, None)
+    assert (found.step, found.count_a_second) == (2, None)
 
 
 def test_a_folder_without_recordings_says_nothing(tmp_path: Path) -> None:

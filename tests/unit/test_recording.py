@@ -103,7 +103,7 @@ def test_a_step_is_written_down_as_it_happened(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
-    columns, steps = width(2), 300_000
+    columns, steps = width(2), 60_000
     ring = Ring(columns, tmp_path / "rank0-wrapper0-plan0.rows")
     size = (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size
     row = [0] * columns
@@ -123,8 +123,8 @@ def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
     assert sum(sums[Sum.STEPS] for sums in chapter.sums) == steps
     assert sum(sums[Sum.STEP] for sums in chapter.sums) == 7 * steps
     assert sum(sums[Sum.COUNT] for sums in chapter.sums) == 3 * steps
-    assert {sums[Sum.STEPS] for sums in chapter.sums[:-1]} == {256}
-    assert [sums[Sum.FIRST] for sums in chapter.sums] == list(range(0, steps, 256))
+    assert {sums[Sum.STEPS] for sums in chapter.sums[:-1]} == {32}
+    assert [sums[Sum.FIRST] for sums in chapter.sums] == list(range(0, steps, 32))
     assert {sums[Sum.LONGEST] for sums in chapter.sums} == {7}
     for rows in (5, steps % len(kept) + 5):  # the second of them begin at the end of the file
         [newest] = latest(tmp_path, rows=rows)
@@ -217,9 +217,38 @@ def test_without_room_steps_are_kept_in_memory(tmp_path: Path, monkeypatch: pyte
     with pytest.warns(RuntimeWarning, match=r"steps are not recorded in .*no space left"):
         run(recorder, 3)
     monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
     recorder.write(tmp_path / "later")
     [chapter] = read(tmp_path / "later")
     assert len(chapter.rows) == 3
+
+
+def test_room_is_taken_as_steps_come_and_where_it_ends_the_last_steps_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder([7], tmp_path)
+    recorder.follow(PLAN, about())
+    run(recorder, 5)
+    path = tmp_path / "rank0-wrapper0-plan0.rows"
+    assert path.stat().st_blocks * 512 < 400_000 < path.stat().st_size
+    reserve, reserved = os.posix_fallocate, []
+
+    def hardly(*arguments: int) -> None:
+        reserved.append(arguments)
+        if len(reserved) > 2:
+            raise OSError("no space left on device")
+        reserve(*arguments)
+
+    monkeypatch.setattr(rings.os, "posix_fallocate", hardly)
+    run(recorder, 3000)
+    recorder.close()
+    [chapter] = read(tmp_path)
+    assert len(reserved) == 3
+    assert chapter.written == 3005
+    steps = [row[Column.STEP] for row in chapter.rows]
+    assert 500 < len(steps) < 1500
+    assert steps == list(range(3000 - len(steps), 3000))
+    assert sum(sums[Sum.STEPS] for sums in chapter.sums) == 3005
 
 
 @pytest.mark.parametrize(

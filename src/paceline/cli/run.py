@@ -39,10 +39,10 @@ def run(arguments: tuple[str, ...]) -> None:
     options = parser.parse_args(arguments)
     try:
         job = _job(options)
+        if options.record:
+            Path(options.record).mkdir(parents=True, exist_ok=True)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         parser.error(str(error))
-    if options.record:
-        Path(options.record).mkdir(parents=True, exist_ok=True)
     ranks = job.config.nproc_per_node
     if ranks > agent.cores():
         _say(f"{ranks} ranks share {agent.cores()} cores: each gets one thread")

@@ -27,8 +27,8 @@ from paceline.launching.processes import orphans_adopted
 from paceline.launching.ranks import Ranks, Streams
 from paceline.launching.signals import Signals
 from paceline.launching.status import Status
+from paceline.launching.worker import FOLDER
 from paceline.observe.live import look
-from paceline.recording.reader import forget
 from paceline.recording.recorder import FOLDER_VARIABLE
 
 # What ranks get to end when another one has failed. When a signal asked for it they get the agent's 30 s.
@@ -119,11 +119,11 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
 
 
 def _record_folder(job: Job, otherwise: Path) -> Path:
-    """Where ranks record their steps; what an earlier run has recorded there goes."""
-    asked = job.environment.get(FOLDER_VARIABLE) or os.environ.get(FOLDER_VARIABLE)
-    folder = Path(asked).resolve() if asked else otherwise / "record"
-    forget(folder)
-    return folder
+    """Where ranks record their steps."""
+    asked = job.environment.get(FOLDER_VARIABLE)
+    if asked is None and FOLDER not in os.environ:  # in a rank of another run, the variable is that run's
+        asked = os.environ.get(FOLDER_VARIABLE)
+    return Path(asked).absolute() if asked else otherwise / "record"
 
 
 def _run(agent: "Agent") -> None:

@@ -12,24 +12,24 @@ ERASE_LINE = "\r\x1b[K"
 class Sink:
     """Where text ends up: the standard output or the standard error of whoever started the ranks."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self.is_terminal = stream.isatty()
+        # Whatever stands for a stream in a program may lack this.
+        self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
         self.has_colour = self.is_terminal and "NO_COLOR" not in os.environ
-        self.is_broken = False
 
     def write(self, text: str) -> None:
-        """Write and show at once. When nobody reads any more the ranks go on, and their words are lost."""
-        if self.is_broken:
+        """Write and show at once. When that can no longer be done, ranks go on, and their words are lost."""
+        if self._stream is None:
             return
         try:
-            self._stream.write(self._encodable(text))
+            self._stream.write(self._encodable(self._stream, text))
             self._stream.flush()
-        except BrokenPipeError:
-            self.is_broken = True
+        except (OSError, ValueError):  # nobody reads, the disk is full, the terminal is gone, it was closed
+            self._stream = None
 
-    def _encodable(self, text: str) -> str:
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+    def _encodable(self, stream: TextIO, text: str) -> str:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
 
 
@@ -62,6 +62,11 @@ class Console:
         if self._open is None:
             sink.write(f"{ERASE_LINE}{text}")
             self._status = sink
+
+    @property
+    def has_status(self) -> bool:
+        """Whether the status is on the screen."""
+        return self._status is not None
 
     def line(self, source: Source, text: str) -> None:
         """Show a whole line."""

@@ -152,8 +152,10 @@ class Output:
                     pass
 
     def _tell_status(self) -> None:
-        sink = self._status.sink
-        if (told := self._status.due()) is None:
+        sink, told = self._status.sink, self._status.due()
+        if sink.is_terminal and not self._console.has_status:
+            told = self._status.told  # a rank's words have taken its place
+        if told is None:
             return
         if sink.is_terminal:
             self._console.status(sink, told)

@@ -17,6 +17,8 @@ from paceline.launching.console import Sink, Source
 from paceline.launching.failures import Failure, was_ended
 from paceline.launching.output import Output, Stream
 from paceline.launching.worker import FOLDER
+from paceline.recording.reader import forget
+from paceline.recording.recorder import FOLDER_VARIABLE
 
 
 class Streams(LogsSpecs):
@@ -55,6 +57,7 @@ class Streams(LogsSpecs):
         # Counted here: the agent's count leaves out starts for hosts that come or go.
         self._attempt += 1
         self.folder.mkdir()
+        forget(Path(self._environment[FOLDER_VARIABLE]))  # what an earlier run or attempt has recorded
         destination = LogsDest()
         for local, environment in envs.items():
             rank = int(environment["RANK"])

@@ -21,6 +21,9 @@ class Status:
         sink: where it is told.
         look: finds the pace; None if there is nothing to tell.
         columns: how wide the terminal is.
+
+    Attributes:
+        told: what was told last.
     """
 
     def __init__(self, sink: Sink, look: Callable[[], Pace | None], columns: Callable[[], int]) -> None:
@@ -28,6 +31,7 @@ class Status:
         self._look = look
         self._columns = columns
         self._pace: Pace | None = None
+        self.told: str | None = None
         self._next = 0.0
 
     def due(self) -> str | None:
@@ -38,19 +42,20 @@ class Status:
         first, self._next = not self._next, now + (ON_A_TERMINAL if self.sink.is_terminal else ELSEWHERE)
         if first and not self.sink.is_terminal:  # there is hardly anything to tell yet
             return None
-        return self._told(self._look())
+        return self._tell(self._look())
 
     def last(self) -> str | None:
         """What is told at the end, to stay."""
         if self.sink.is_terminal:
             self._pace = None  # what was told of it is gone from the screen
-        return self._told(self._look())
+        return self._tell(self._look())
 
-    def _told(self, pace: Pace | None) -> str | None:
+    def _tell(self, pace: Pace | None) -> str | None:
         if pace is None or pace == self._pace:
             return None
         self._pace = pace
-        return self._drawn(pace) if self.sink.is_terminal else f"paceline: {pace}"
+        self.told = self._drawn(pace) if self.sink.is_terminal else f"paceline: {pace}"
+        return self.told
 
     def _drawn(self, pace: Pace) -> str:
         """One line, no wider than the terminal."""

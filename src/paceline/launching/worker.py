@@ -6,6 +6,8 @@ would give it: neither torch nor paceline is imported before the script asks for
     worker.py [--patch] --script|--module|--call TARGET ARGUMENT...
 """
 
+import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -26,6 +28,7 @@ from typing import Any
 # The folder for what a rank writes down. Every process that a rank starts inherits it, and is known by it.
 FOLDER = "PACELINE_RUN_FOLDER"
 PATCH = Path(__file__).with_name("on_import.py")
+_PR_SET_PDEATHSIG = 1
 ENDED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 # How long a rank that was asked to end may take to notice.
@@ -52,6 +55,7 @@ def main() -> None:
     run, target = RUNS[arguments[0]], arguments[1]
     sys.argv[:] = [target, *arguments[2:]]
     _end_when_asked()
+    _end_with_parent()
     _write_down_crashes()
     try:
         run(target)
@@ -76,7 +80,8 @@ def _run_script(path: str) -> None:
         return
     _put_on_path(str(Path(path).resolve().parent))
     module = _new_main()
-    module.__file__ = path
+    path = module.__file__ = os.path.abspath(path)  # noqa: PTH100 - python does not follow links here either
+    module.__dict__["__cached__"] = None
     loader = module.__loader__ = SourceFileLoader("__main__", path)
     exec(loader.source_to_code(Path(path).read_bytes(), path), module.__dict__)  # noqa: S102 - it is what was asked for
 
@@ -128,6 +133,9 @@ def _new_main() -> ModuleType:
     module = ModuleType("__main__")
     module.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = module
+    # By which multiprocessing's children name what is the main module's.
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = module
     return module
 
 
@@ -141,6 +149,12 @@ def _end_when_asked() -> None:
         before=_wait_with_ending, after_in_parent=_end_again, after_in_child=_be_ended_plainly
     )
     threading.Thread(target=_end_by_force, args=(reader,), name="paceline-end", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Get a SIGTERM when the process that has started this one is killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's arguments

@@ -123,8 +123,8 @@ def _smaller_cap(facts: Facts) -> Iterator[Suggestion]:
     few = 0 < len(facts.buckets) <= _FEW_BUCKETS and max(facts.buckets) > 2 * cap
     if facts.ranks > 1 and few and cap < facts.cap and facts.is_worth(facts.exposed):
         figure = (
-            f"after backward, communication goes on for {facts.share(facts.exposed)}; there are "
-            f"{len(facts.buckets)} buckets, the largest of {size(max(facts.buckets))}"
+            f"after backward, communication goes on for {facts.share(facts.exposed)}; the largest "
+            f"bucket has {size(max(facts.buckets))} of {size(facts.nbytes)}"
         )
         change = f"bucket_cap_mb={_megabytes(cap)}: smaller buckets leave earlier, while backward goes on"
         yield Suggestion("smaller cap", change, figure, min(facts.exposed, facts.parts[Part.BACKWARD]))

@@ -162,7 +162,8 @@ def _facts(
     # A rank that comes early waits there for the others: what buffers cost is what the last one spends.
     buffers = min(each.parts[Part.BUFFERS] for each in figures)
     return Facts(
-        step=quartiles(_lengths(section))[1] / 1e6,
+        # Of the steps that the parts are of, so that a part is never more than the whole.
+        step=sum(parts.values()),
         parts=parts | {Part.BUFFERS: buffers},
         under_way=statistics.fmean(each.under_way for each in figures),
         first_ready=_first_ready(buckets, parts[Part.BACKWARD]),

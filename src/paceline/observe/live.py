@@ -63,12 +63,18 @@ def look(folder: Path) -> Pace | None:
 
 
 def pace(chapters: Sequence[Chapter]) -> Pace | None:
-    """The same of the chapters that are being written: of the wrapper that has come farthest."""
+    """The same of the chapters that are being written: of the wrapper that has stepped last."""
     by_wrapper: dict[int, list[Chapter]] = {}
     for chapter in chapters:
         by_wrapper.setdefault(chapter.wrapper, []).append(chapter)
-    wrappers = [_pace(same) for same in by_wrapper.values()]
-    return max(filter(None, wrappers), key=lambda each: each.step, default=None)
+    for same in sorted(by_wrapper.values(), key=_last_end, reverse=True):
+        if (found := _pace(same)) is not None:
+            return found
+    return None
+
+
+def _last_end(chapters: Sequence[Chapter]) -> int:
+    return max((chapter.rows[-1][Column.END] for chapter in chapters if chapter.rows), default=0)
 
 
 def _pace(chapters: Sequence[Chapter]) -> Pace | None:

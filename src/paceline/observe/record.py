@@ -58,10 +58,9 @@ def _transport(group: Group) -> str:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_began(_some_of(optimizer)))
-    register_optimizer_step_post_hook(lambda optimizer, *_: recorder.optimizer_ended(_some_of(optimizer)))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.optimizer_began(_trained_by(optimizer)))
+    register_optimizer_step_post_hook(lambda optimizer, *_: recorder.optimizer_ended(_trained_by(optimizer)))
 
 
-def _some_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """The first parameter of each of its groups."""
-    return [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -4,6 +4,7 @@ In a folder it is two files: ``rank0-wrapper0-plan0.json`` says what it is of, a
 of the same name that ends in ``.rows``.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -99,10 +100,13 @@ class Chapter:
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._describe(folder)
             self.ring = Ring(columns, None if folder is None else self._path(folder, "rows"))
+            if folder is not None:
+                self._describe(folder)
         except OSError as error:
             warnings.warn(f"steps are not recorded in {folder} ({error})", RuntimeWarning, stacklevel=2)
+            with contextlib.suppress(OSError):
+                self.remove()
             self._folder = None
             self.ring = Ring(columns, None)
 

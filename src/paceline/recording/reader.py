@@ -129,15 +129,15 @@ def _chapter(about: dict[str, Any], cells: _Cells, most: int | None) -> Chapter:
     if head[Head.MAGIC] != MAGIC or head[Head.VERSION] != VERSION:
         raise ValueError("it does not begin as it should")
     columns, capacity, written = head[Head.COLUMNS], head[Head.CAPACITY], head[Head.ROWS]
-    sums_at = len(Head) + capacity * columns
-    wanted = 8 * (sums_at + head[Head.SUM_CAPACITY] * len(Sum))
+    rows_at = len(Head) + head[Head.SUM_CAPACITY] * len(Sum)
+    wanted = 8 * (rows_at + capacity * columns)
     if columns != width(len(about["buckets"])) or cells.nbytes != wanted:
         raise ValueError(f"it is cut off, or of another plan ({cells.nbytes} bytes)")
     if not 0 <= head[Head.SUMS] <= head[Head.SUM_CAPACITY] or written < 0:
         raise ValueError("it does not begin as it should")
     first = max(0, written - (capacity if most is None else min(most, capacity)))
-    rows = _cut(cells, len(Head), columns, [number % capacity for number in range(first, written)])
-    sums = _cut(cells, sums_at, len(Sum), range(head[Head.SUMS] if most is None else 0))
+    rows = _cut(cells, rows_at, columns, [number % capacity for number in range(first, written)])
+    sums = _cut(cells, len(Head), len(Sum), range(head[Head.SUMS] if most is None else 0))
     return Chapter(about, rows, sums, written)
 
 

@@ -198,7 +198,7 @@ def _launch(row: list[int]) -> int:
 
 
 def optimizer_began(parameters: Sequence[int]) -> None:
-    """An optimizer's step began; these are some of its parameters."""
+    """An optimizer's step began; these are the ids of its parameters."""
     now = time.monotonic_ns()
     for recorder in _stepped(parameters):
         recorder._row[Column.OPTIMIZER_START] = recorder._row[Column.OPTIMIZER_START] or now
@@ -223,7 +223,7 @@ def _stepped(parameters: Sequence[int]) -> "list[Recorder]":
 def folder_from_environment() -> Path | None:
     """Where records are to be kept."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    return Path(folder) if folder else None
+    return Path(folder).absolute() if folder else None
 
 
 @atexit.register
