@@ -14,6 +14,8 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from paceline.observe.report import page, recorded
 
+pytestmark = pytest.mark.timeout(600)  # the first one may have to install the browser
+
 NAME = "</script><img src=x onerror=alert(1)>"
 View = tuple[float, float]
 

@@ -78,6 +78,12 @@ def test_what_a_late_rank_is_slow_at_is_named(find: Find, part: str, named: str)
     assert late.late_ms == pytest.approx(9, abs=0.1)
 
 
+def test_data_that_one_rank_waits_for_is_told_of_that_rank_alone(find: Find) -> None:
+    found = find(Run(ranks=2, steps=60, slow=[Slow(1, 200, part="data")]))
+    assert found.parts["data and the rest"] > 0.25 * found.step_ms[1]
+    assert [each.kind for each in found.suggestions] == ["late"]
+
+
 def test_a_rank_that_others_meet_late_before_forward_is_found_there(find: Find) -> None:
     found = find(Run(ranks=3, steps=100, buffers=0.5, jitter=0.02, slow=[Slow(1, 9, since=40, part="data")]))
     [late] = found.late

@@ -159,12 +159,13 @@ def _facts(
 ) -> Facts:
     """What suggestions are made from."""
     parts = _parts(figures)
-    # A rank that comes early waits there for the others: what buffers cost is what the last one spends.
-    buffers = min(each.parts[Part.BUFFERS] for each in figures)
+    # A rank that comes early waits for the others at its buffers, and one that is late by its data is told of
+    # by itself: what these cost everyone is what they cost the rank with the least.
+    least = {part: min(each.parts[part] for each in figures) for part in (Part.BUFFERS, Part.BETWEEN)}
     return Facts(
         # Of the steps that the parts are of, so that a part is never more than the whole.
         step=sum(parts.values()),
-        parts=parts | {Part.BUFFERS: buffers},
+        parts=parts | least,
         under_way=statistics.fmean(each.under_way for each in figures),
         first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
         buckets=[each.nbytes for each in buckets],
