@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import RecordingError
 from paceline.recording.reader import Chapter, latest
-from paceline.recording.rows import BucketColumn, Column, Kind
+from paceline.recording.rows import Column, Kind, first_launch
 
 # So many steps the figures are of.
 WINDOW = 32
@@ -129,8 +129,7 @@ def _hidden(rows: Iterable[Sequence[int]]) -> float | None:
     """The share of communication that ended before backward did."""
     hidden = total = 0
     for row in rows:
-        launches = row[len(Column) + BucketColumn.LAUNCH :: len(BucketColumn)]
-        launch = min(filter(None, launches), default=row[Column.LANDED])
+        launch = first_launch(row)
         total += row[Column.LANDED] - launch
         hidden += max(0, row[Column.BACKWARD_END] - launch)
     return hidden / total if total > 0 else None

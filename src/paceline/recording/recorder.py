@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.recording.chapter import About, Chapter, Plan
-from paceline.recording.rows import BucketColumn, Column, Kind, sums_of, width
+from paceline.recording.rows import BucketColumn, Column, Kind, first_launch, sums_of, width
 
 FOLDER_VARIABLE = "PACELINE_RECORD"
 # Plans change once or twice; who changes them all the time has the last ones recorded.
@@ -101,8 +101,8 @@ class Recorder:
     def ready(self, bucket: int, slot: int) -> None:
         """The last of a bucket's gradients is there."""
         place = _BUCKETS + bucket * len(BucketColumn)
-        self._row[place] = time.monotonic_ns()
-        self._row[place + 1] = slot
+        self._row[place + BucketColumn.READY] = time.monotonic_ns()
+        self._row[place + BucketColumn.LAST] = slot
 
     def launched(self, bucket: int) -> None:
         """A bucket left."""
@@ -149,7 +149,7 @@ class Recorder:
         backward_start, backward_end, launch = (
             row[Column.BACKWARD_START],
             row[Column.BACKWARD_END],
-            _launch(row),
+            first_launch(row),
         )
         compute = backward_end - backward_start
         return {
@@ -166,7 +166,7 @@ class Recorder:
             "forward_compute_time_start": row[Column.FORWARD_START],
             "backward_compute_time_start": row[Column.BACKWARD_START],
             "backward_compute_time_end": row[Column.BACKWARD_END],
-            "backward_comm_time_start": _launch(row),
+            "backward_comm_time_start": first_launch(row),
             "backward_comm_time_end": row[Column.LANDED],
         }
         return {key: stamp + _EPOCH for key, stamp in times.items()}
@@ -189,12 +189,6 @@ class Recorder:
         if len(self._chapters) > _MOST_CHAPTERS:
             self._chapters.pop(0).remove()
         self._row[_BUCKETS:] = [0] * (width(len(plan.buckets)) - _BUCKETS)
-
-
-def _launch(row: list[int]) -> int:
-    """When the first bucket left; the end of communication if none did."""
-    launches = row[_BUCKETS + BucketColumn.LAUNCH :: len(BucketColumn)]
-    return min(filter(None, launches), default=row[Column.LANDED])
 
 
 def optimizer_began(parameters: Sequence[int]) -> None:

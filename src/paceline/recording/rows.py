@@ -4,6 +4,7 @@ A step's row begins with its first forward and is closed by the next step's. Wha
 """
 
 import enum
+from collections.abc import Sequence
 
 # Of the files; a reader knows this one only.
 VERSION = 1
@@ -93,6 +94,12 @@ class Sum(enum.IntEnum):
 def width(buckets: int) -> int:
     """How many numbers a row has."""
     return len(Column) + buckets * len(BucketColumn)
+
+
+def first_launch(row: Sequence[int]) -> int:
+    """When the first bucket left; the end of communication if none did."""
+    launches = row[len(Column) + BucketColumn.LAUNCH :: len(BucketColumn)]
+    return min(filter(None, launches), default=row[Column.LANDED])
 
 
 def sums_of(row: "list[int]", *, next_begin: int, communication: int) -> list[int]:
