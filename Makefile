@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO   := build/demo
 
-.PHONY: demo test conformance torture check bench format clean
+.PHONY: demo test docs conformance torture check bench format clean
 
 demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
@@ -17,11 +17,16 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Every page, with the reference from the docstrings, in build/docs; a warning is an error.
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env docs build/docs
+	@echo "open build/docs/index.html"
+
 # PyTorch's own tests of its wrapper with paceline's in its place.
 conformance: $(READY)
 	$(BIN)/python tests/conformance/torch_suite/run.py --wrapper paceline
 
-# The README's table of what torch's wrapper and ours make of awkward models.
+# The table of what torch's wrapper and ours make of awkward models, and the README's sums of it.
 torture: $(READY)
 	$(BIN)/python tests/support/torture_table.py --write
 

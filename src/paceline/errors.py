@@ -1,5 +1,7 @@
 """What paceline raises.
 
+The tree, with the built-in types beside::
+
     PacelineError
     ├── DeviceError (RuntimeError)           a device that does not exist, or something on the wrong one
     ├── StructureError (ValueError)          nested values that do not fit together, named by path

@@ -1,4 +1,4 @@
-"""Runs the torture suite with torch's wrapper and with paceline's, and makes the README's table of it.
+"""Runs the torture suite with torch's wrapper and with paceline's, and makes the table of it in the docs.
 
 python tests/support/torture_table.py [--write] [--only WORD]
 """
@@ -7,7 +7,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torture.case import Case
@@ -17,8 +18,11 @@ from torture.suite import CASES
 
 from paceline.testing import RanksError, run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- torture table: begin -->", "<!-- torture table: end -->"
+ROOT = Path(__file__).parents[2]
+# Where every case is, and where they are counted.
+TABLE, SUMMARY = ROOT / "docs" / "torture.md", ROOT / "README.md"
+BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
+HEADER = ("case", "torch, default flags", "torch, best flags", "paceline, no flag")
 WORLD = 2
 # A step takes milliseconds, so a rank that needs so long waits for another.
 HANG_SECONDS = 10.0
@@ -28,7 +32,9 @@ ORDER = list(Verdict)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into the docs and its sums into the README"
+    )
     parser.add_argument("--only", default="", help="only the cases whose name has this word")
     options = parser.parse_args()
     if options.write and options.only:
@@ -41,18 +47,18 @@ def main() -> None:
         sys.stdout.flush()
         table.append(line)
     if options.write:
-        README.write_text(with_table(README.read_text(), "\n".join(table)))
+        TABLE.write_text(with_table(TABLE.read_text(), table))
+        SUMMARY.write_text(with_table(SUMMARY.read_text(), summary(rows(TABLE.read_text()))))
 
 
 def lines(cases: Sequence[Case]) -> Iterator[str]:
-    yield "| case | torch, default flags | torch, best flags | paceline, no flag |"
-    yield "|---|---|---|---|"
+    yield from head(HEADER)
     for case in cases:
         default = finding(case, Wrapper("torch"))
         flags, best = best_of_torch(case, default)
         ours = worst([finding(case, wrapper) for wrapper in paceline_wrappers()])
         flagged = f" ({', '.join(f'`{flag}`' for flag in flags)})" if flags else ""
-        yield f"| {case.name} | {default.verdict} | {best.verdict}{flagged} | {ours.verdict} |"
+        yield line_of([case.name, default.verdict, f"{best.verdict}{flagged}", ours.verdict])
 
 
 def paceline_wrappers() -> list[Wrapper]:
@@ -96,16 +102,38 @@ def worst(findings: Sequence[Finding]) -> Finding:
     return max(findings, key=lambda finding: ORDER.index(finding.verdict))
 
 
-def with_table(text: str, table: str) -> str:
+def summary(cases: Sequence[Sequence[str]]) -> Iterator[str]:
+    """How many cases each side gets right, and those that no flag of torch's helps."""
+    yield from head(["", *ORDER])
+    for column, side in enumerate(HEADER[1:], start=1):
+        verdicts = Counter(case[column].partition(" (")[0] for case in cases)
+        yield line_of([side, *(str(verdicts[verdict]) for verdict in ORDER)])
+    yield ""
+    yield from head(["where no flag of torch's helps", "torch", "paceline"])
+    for name, _, best, ours in cases:
+        if not best.startswith(Verdict.RIGHT):
+            yield line_of([name, best, ours])
+
+
+def head(cells: Sequence[str]) -> Iterator[str]:
+    yield line_of(cells)
+    yield "|" + "---|" * len(cells)
+
+
+def line_of(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def with_table(text: str, table: Iterable[str]) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not rest or not after:
-        raise ValueError(f"README must have the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+        raise ValueError(f"the page must have the lines {BEGIN} and {END}")
+    return "\n".join([f"{before}{BEGIN}", *table, f"{END}{after}"])
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the table in the README's text, header left out."""
+    """The cells of the table in a page's text, header left out."""
     table = re.search(f"{re.escape(BEGIN)}(.*?){re.escape(END)}", text, re.DOTALL)
     body = table[1].strip().splitlines()[2:] if table else []
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in body]

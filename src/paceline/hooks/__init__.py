@@ -1,5 +1,7 @@
 """What is done to a full bucket: communication hooks for ``register_comm_hook(None, hook)``.
 
+For example::
+
     ddp.register_comm_hook(None, paceline.hooks.int8())
 
 Each says what it sends and which error it makes. Where ranks share memory, those that compress see only what

@@ -19,6 +19,8 @@ from paceline.tensors.dtensor import local_of
 def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -> "PostLocalSGD":
     """Averages gradients for ``start_step`` steps, then parameters every ``period`` steps.
 
+    In a training loop::
+
         hook = paceline.hooks.post_local_sgd(start_step=100, period=8)
         ddp.register_comm_hook(None, hook)
         for batch in batches:

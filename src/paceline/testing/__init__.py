@@ -1,5 +1,7 @@
 """The public test kit: run a function on real ranks, from a test or a program.
 
+For example::
+
     def total(rank):
         ones = torch.ones(3)
         torch.distributed.all_reduce(ones)

@@ -1,0 +1,88 @@
+"""Every command of the README and the tutorial runs, and prints what the page says."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from pages import Command, commands, files, is_shown
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "docs/tutorial.md", "docs/from-data-parallel.md"]
+DEADLINE_SECONDS = 100
+# What would take too long, or run this test in itself: the same command, cut short.
+SHORTENED = {
+    "make test": "make --dry-run test",
+}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the repository, as far as files go, with nothing built in it."""
+    folder = tmp_path / "paceline"
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in ("build", ".git"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables for commands in an environment of their own, which has all that this one has.
+
+    What a page installs comes first in it, so that its commands use that, and not this repository.
+    """
+    own = tmp_path / "venv"
+    venv.create(own, symlinks=True)
+    scheme = {"base": str(own), "platbase": str(own)}
+    site = Path(sysconfig.get_path("purelib", scheme="venv", vars=scheme))
+    (site / "linked.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
+    paths = [str(own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"PATH": os.pathsep.join(paths)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_commands_run_and_print_what_it_shows(
+    page: str, folder: Path, environment: dict[str, str]
+) -> None:
+    for name, text in files(ROOT / page).items():
+        (folder / name).write_text(text)
+    told = commands(ROOT / page)
+    assert told
+    for command in told:
+        run(command, folder, environment)
+
+
+def run(command: Command, folder: Path, environment: dict[str, str]) -> None:
+    line = SHORTENED.get(command.line, command.line)
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == command.code, f"{line}\n{done.stdout}"
+    for shown in command.shown:
+        assert is_shown(shown, done.stdout), f"{line}: it does not print {shown!r}\n{done.stdout}"
+
+
+def test_the_readme_has_commands_beside_the_two() -> None:
+    told = [command.line for command in commands(ROOT / "README.md")]
+    assert told[:2] == ["make demo", "make test"]
+    assert any(line.startswith("paceline") for line in told)
+
+
+def test_a_line_is_told_from_another_by_more_than_its_numbers() -> None:
+    assert is_shown("epoch 4: 99.0% right", "[0] epoch 0: 9.1% right\n")
+    assert is_shown("failed (host …):", "rank 1 failed (host a, pid 2):")
+    assert not is_shown("epoch 4: 99.0% right", "[0] epoch 0: 9.1% wrong\n")
