@@ -2,10 +2,10 @@
 
 paceline run -n 2 examples/custom_hook.py
 
-The first is a function of a state and a bucket that returns a future, as torch has them: it is free to do anything
-with one collective a bucket. The second is a compressor, which only says how numbers become bytes and back;
-``paceline.hooks`` does the rest, and remembers what the bytes have lost, to send it later. Both train a network
-beside one whose gradients are sent as they are.
+The first is a function of a state and a bucket that returns a future, as torch has them, with one collective
+for a bucket. The second is a compressor, which only says how numbers become bytes and back;
+``paceline.hooks`` does the rest, and remembers what is lost on the way, to send it later. Both train a
+network beside one whose gradients are sent as they are.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # left out of its stubs
 from torch.futures import Future
 
 from paceline import DistributedDataParallel, hooks
@@ -29,13 +30,14 @@ class Sent:
     bytes: int = 0
 
 
-def in_half(sent: Sent, bucket: dist.GradBucket) -> Future[Tensor]:
+def in_half(sent: Sent, bucket: GradBucket) -> Future[Tensor]:
     """The average of a bucket, summed in float16."""
     buffer = bucket.buffer()
     half = (buffer / dist.get_world_size()).half()
     sent.bytes += half.nbytes
     summed = dist.all_reduce(half, async_op=True).get_future()
-    return summed.then(lambda done: buffer.copy_(done.value()[0]))
+    average: Future[Tensor] = summed.then(lambda done: buffer.copy_(done.value()[0]))
+    return average
 
 
 class Signs:
@@ -66,7 +68,8 @@ class Signs:
 def wrapped() -> DistributedDataParallel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, 128), nn.Tanh(), nn.Linear(128, 1))
-    # Ranks of one host average in shared memory, where a compressor has nothing to do; this sends all the same.
+    # Compressors are for what crosses hosts. Ranks of one host average gradients in shared memory, unless
+    # they are told to leave everything to the process group.
     return DistributedDataParallel(model, transport="c10d")
 
 
@@ -92,11 +95,13 @@ def main() -> None:
     half.register_comm_hook(by_half, in_half)
     signs.register_comm_hook(None, hooks.with_error_feedback(Signs(by_signs)))
     losses = [train(model) for model in (exact, half, signs)]
-    whole = sum(parameter.nbytes for parameter in exact.parameters())
+    whole = STEPS * sum(parameter.nbytes for parameter in exact.parameters())
     if dist.get_rank() == 0:
-        counts = (whole, by_half.bytes / STEPS, by_signs.bytes / STEPS)
-        for name, count, loss in zip(("no hook", "in_half", "Signs"), counts, losses, strict=True):
-            print(f"{name:8} {count:7,.0f} bytes a step ({count / whole:6.1%}), loss {loss:.3f} after {STEPS} steps")
+        sent = (whole, by_half.bytes, by_signs.bytes)
+        for name, count, loss in zip(("no hook", "in_half", "Signs"), sent, losses, strict=True):
+            print(
+                f"{name}: {count / STEPS:,.0f} bytes a step, {count / whole:.1%}; loss {loss:.3f} at the end"
+            )
     dist.destroy_process_group()
 
 

@@ -56,6 +56,7 @@ def answers(network: nn.Module, data: TensorDataset) -> Tensor:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    torch.manual_seed(0)
     model = DistributedDataParallel(network())  # all ranks start with what rank 0 has
     train(model, points(1001, seed=0))
     test = points(403, seed=1)
@@ -75,7 +76,9 @@ def check(found: Tensor, test: TensorDataset) -> None:
     with torch.no_grad():
         differ = int((alone(x).argmax(1) != found).sum())
     right = float((found == y).float().mean())
-    print(f"test accuracy {right:.1%} on {len(found)} points, put together from {dist.get_world_size()} ranks")
+    print(
+        f"test accuracy {right:.1%} on {len(found)} points, put together from {dist.get_world_size()} ranks"
+    )
     print(f"{SAVED} in one process: {differ} of {len(x)} answers differ")
 
 

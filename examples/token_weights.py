@@ -2,10 +2,11 @@
 
 paceline run -n 2 examples/token_weights.py
 
-A step has several micro-batches on each rank, each padded to its longest sequence. The loss of each is a mean over
-its tokens, and so is weighed by their number; only the last backward of a step sends anything. The gradients are
-those of one process with all tokens of all ranks in one batch. The plain mean over micro-batches and ranks, which
-counts tokens of short sequences for more, is shown beside it.
+A step has several micro-batches on each rank, each padded to its longest sequence. The loss of each is a mean
+over its tokens, and so is weighed by their number; only the last backward of a step sends anything. The
+gradients are those of one process with all tokens of all ranks in one batch. The plain mean over
+micro-batches and ranks, in which tokens of short sequences count for more, is shown beside it. In float64, so
+that what differs is rounding.
 """
 
 from contextlib import nullcontext
@@ -75,17 +76,18 @@ def gradient(model: nn.Module) -> Tensor:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    weighed, plain, alone = DistributedDataParallel(NextToken()), DistributedDataParallel(NextToken()), NextToken()
+    weighed, plain = (DistributedDataParallel(NextToken()) for _ in range(2))
     accumulate(weighed, sequences_of(rank), by_tokens=True)
     accumulate(plain, sequences_of(rank), by_tokens=False)
+    alone = NextToken()
     loss, tokens = mean_loss(alone, [each for number in range(ranks) for each in sequences_of(number)])
     loss.backward()
     if rank == 0:
         right = gradient(alone)
-        print(f"{tokens} tokens on {ranks} ranks, {MICRO_BATCHES} micro-batches each; how far gradients are off those")
-        print("of one process with all tokens in one batch, as a part of their norm:")
+        print(f"{tokens} tokens in {MICRO_BATCHES} micro-batches on each of {ranks} ranks")
         for name, model in (("weighed by tokens", weighed), ("plain mean", plain)):
-            print(f"  {name:18} {(gradient(model) - right).norm() / right.norm():.1e}")
+            off = float((gradient(model) - right).norm() / right.norm())
+            print(f"{name}: gradients are off those of one process by {off:.1e} of their norm")
     dist.destroy_process_group()
 
 

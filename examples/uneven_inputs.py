@@ -2,9 +2,9 @@
 
 paceline run -n 2 examples/uneven_inputs.py
 
-``join`` lets a rank that has run out of data go along with the others. ``weigh`` counts each rank's batch by its
-samples. Together the ranks end with the parameters that one process has which takes, in each step, the batches
-of all ranks that still have one. In float64, so that what differs is rounding.
+``join`` lets a rank that has run out of data go along with the others; ``weigh`` counts each rank's batch
+by its samples. The ranks end with the parameters of one process whose batches are, in each step, those of all
+ranks that still have one. In float64, so that what differs is rounding.
 """
 
 import torch
@@ -68,11 +68,10 @@ def main() -> None:
     together = train_together(batches)
     alone = train_alone(dist.get_world_size())
     samples = sum(len(x) for x, _ in batches)
-    print(
-        f"{samples} samples in {len(batches)} batches, the last of {len(batches[-1][0])}; parameters differ "
-        f"from one process's by {difference(together, alone):.1e}, and moved by "
-        f"{difference(alone, network()):.1e}"
-    )
+    print(f"{samples} samples in {len(batches)} batches, the last of {len(batches[-1][0])}")
+    if dist.get_rank() == 0:
+        print(f"training moved parameters by up to {difference(alone, network()):.2f}")
+    print(f"parameters differ from those of one process by {difference(together, alone):.1e}")
     dist.destroy_process_group()
 
 
