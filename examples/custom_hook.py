@@ -8,7 +8,6 @@ for a bucket. The second is a compressor, which only says how numbers become byt
 network beside one whose gradients are sent as they are.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +76,12 @@ def train(model: nn.Module) -> float:
     """The loss at the end, on this rank's last batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(dist.get_rank())
-    loss = math.nan
-    for _ in range(STEPS):
-        x = torch.randn(64, SIZE, generator=data)
-        error = nn.functional.mse_loss(model(x), x[:, :4].sum(1, keepdim=True))
+    for x in torch.randn(STEPS, 64, SIZE, generator=data):
         optimizer.zero_grad()
-        error.backward()
+        loss = nn.functional.mse_loss(model(x), x[:, :4].sum(1, keepdim=True))
+        loss.backward()
         optimizer.step()
-        loss = error.item()
-    return loss
+    return loss.item()
 
 
 def main() -> None:
@@ -99,9 +95,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         sent = (whole, by_half.bytes, by_signs.bytes)
         for name, count, loss in zip(("no hook", "in_half", "Signs"), sent, losses, strict=True):
-            print(
-                f"{name}: {count / STEPS:,.0f} bytes a step, {count / whole:.1%}; loss {loss:.3f} at the end"
-            )
+            share = f"{count / STEPS:,.0f} bytes a step, {count / whole:.1%}"
+            print(f"{name} hands over {share}; loss {loss:.3f} at the end")
     dist.destroy_process_group()
 
 

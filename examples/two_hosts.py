@@ -1,6 +1,6 @@
 """Two hosts of two ranks on one machine, and what crosses the wire between them.
 
-sudo python examples/two_hosts.py
+sudo $(which python) examples/two_hosts.py
 
 Two network namespaces stand for the hosts. In each ``paceline run`` is started as on a host of its own, with
 the same options but for the host's number and address; on real hosts the two commands, which are printed, are
@@ -22,7 +22,7 @@ import paceline
 from paceline.testing.hosts import Hosts, sent_bytes, why_not
 
 STEPS = 4
-SECONDS = 90.0  # for all of it
+SECONDS = 60.0  # until a host counts as stuck
 OPTIONS = "-n 2 --nnodes 2 --node-rank {number} --rdzv-endpoint {meet}:29500 --local-addr {here}"
 
 
@@ -45,7 +45,7 @@ def launch() -> int:
     with Hosts() as hosts:
         commands = [start(hosts, number) for number in range(2)]
         try:
-            return max(command.wait(SECONDS) for command in commands)
+            return max(abs(command.wait(SECONDS)) for command in commands)
         finally:
             for command in commands:
                 command.terminate()  # which has no effect on one that has ended

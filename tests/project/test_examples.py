@@ -24,9 +24,9 @@ ROUNDING = r"(?:\d\.\de-1[5-9]|0\.0e\+00)"
 # What each is to print, a line each.
 CLAIMS = {
     "custom_hook": [
-        r"\[0\] no hook: 33,796 bytes a step, 100\.0%; loss 0\.0\d\d at the end",
-        r"\[0\] in_half: 16,898 bytes a step, 50\.0%; loss 0\.0\d\d at the end",
-        r"\[0\] Signs: 1,061 bytes a step, 3\.1%; loss 0\.0\d\d at the end",
+        r"\[0\] no hook hands over 33,796 bytes a step, 100\.0%; loss 0\.0\d\d at the end",
+        r"\[0\] in_half hands over 16,898 bytes a step, 50\.0%; loss 0\.0\d\d at the end",
+        r"\[0\] Signs hands over 1,061 bytes a step, 3\.1%; loss 0\.0\d\d at the end",
     ],
     "plain_loop": [
         r"\[0\] test accuracy 9\d\.\d% on 403 points, put together from 2 ranks",
@@ -53,7 +53,9 @@ CLAIMS = {
 def command(name: str) -> str:
     """How an example's docstring says that it is run."""
     said = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
-    found = re.search(rf"^(?:paceline run|sudo python) .*\bexamples/{name}\.py\b.*$", said, re.MULTILINE)
+    found = re.search(
+        rf"^(?:paceline run|sudo \$\(which python\)) .*\bexamples/{name}\.py\b.*$", said, re.MULTILINE
+    )
     assert found is not None, f"examples/{name}.py does not say how it is run"
     return found[0]
 
@@ -66,7 +68,7 @@ def run(words: list[str], folder: Path) -> Ran:
         assert isinstance(ran, Ran)
         return ran
     ended = subprocess.run(
-        [sys.executable, *words[2:]], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT
+        [sys.executable, *words[3:]], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT
     )
     return Ran(ended.returncode, ended.stdout, ended.stderr, [])
 
