@@ -8,13 +8,13 @@ import venv
 from pathlib import Path
 
 import pytest
-from pages import Command, commands, files, is_shown
+from pages import ROOT, Command, commands, files, is_shown, link_repository
 
-ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "docs/tutorial.md", "docs/from-data-parallel.md"]
 DEADLINE_SECONDS = 100
-# What would take too long, or run this test in itself: the same command, cut short.
+# What is run elsewhere: the one in tests/project/test_examples.py, and the other has brought us here.
 SHORTENED = {
+    "make demo": "make --dry-run demo",
     "make test": "make --dry-run test",
 }
 
@@ -23,13 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the repository, as far as files go, with nothing built in it."""
-    folder = tmp_path / "paceline"
-    folder.mkdir()
-    for path in ROOT.iterdir():
-        if path.name not in ("build", ".git"):
-            (folder / path.name).symlink_to(path)
-    return folder
+    return link_repository(tmp_path / "paceline")
 
 
 @pytest.fixture

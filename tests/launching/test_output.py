@@ -21,6 +21,16 @@ class Terminal(io.StringIO):
         return True
 
 
+class Pieces(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.pieces.append(text)
+        return len(text)
+
+
 def pace(step: int) -> Pace:
     return Pace(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
 
@@ -59,6 +69,14 @@ def test_an_unfinished_line_is_gone_on_with_until_another_rank_speaks() -> None:
     console.line(one, "other")
     console.line(zero, "half and half")
     assert stream.getvalue() == "[0] name? me\n[0] half\n[1] other\n[0] half and half\n"
+
+
+def test_a_line_and_its_end_are_one_write_for_another_command_may_have_the_screen_too() -> None:
+    stream = Pieces()
+    console, (zero, one) = Console(), (Source(0, Sink(stream)), Source(1, Sink(stream)))
+    for source in (zero, one, one):
+        console.line(source, "words")
+    assert stream.pieces == ["[0] words\n", "[1] words\n", "[1] words\n"]
 
 
 def test_terminals_get_colours_and_bars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

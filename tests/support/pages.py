@@ -9,6 +9,7 @@ FENCE = re.compile(
 )
 COMMENT = re.compile(r"\s+#\s+(?P<comment>.*)$")
 EXITS = re.compile(r"exits with (\d+)")
+ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
@@ -19,6 +20,15 @@ class Command:
     line: str
     code: int
     shown: tuple[str, ...]
+
+
+def link_repository(folder: Path) -> Path:
+    """A folder that has the files of this repository, but nothing that was built."""
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in ("build", ".git"):
+            (folder / path.name).symlink_to(path)
+    return folder
 
 
 def files(page: Path) -> dict[str, str]:

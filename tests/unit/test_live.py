@@ -73,6 +73,13 @@ def test_lost_and_shadow_steps_do_not_count_and_few_steps_say_nothing() -> None:
     assert pace([chapter(0, rows), chapter(1, [])]) is None
 
 
+def test_steps_that_a_rank_without_inputs_shadows_count_by_the_others() -> None:
+    ahead = chapter(0, [row(step, count=8) for step in range(9)])
+    kinds = [Kind.ORDINARY] * 4 + [Kind.SHADOW] * 4
+    exhausted = chapter(1, [row(step, late=7, kind=kind) for step, kind in enumerate(kinds)])
+    assert str(pace([ahead, exhausted])) == "step 7, 10 steps/s, 80 rows/s, 50% of communication hidden"
+
+
 def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
     finished = chapter(0, [row(step) for step in range(9)])
     steps = [row(step) for step in range(3)]

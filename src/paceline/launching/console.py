@@ -70,8 +70,9 @@ class Console:
 
     def line(self, source: Source, text: str) -> None:
         """Show a whole line."""
-        self._go_on(source, text)
-        self.close_line()
+        # Its end in the same write: another host's command may have this screen too.
+        self._go_on(source, text, end="\n")
+        self._open, self._shown = None, ""
 
     def unfinished(self, source: Source, text: str) -> None:
         """Show a line so far; it can be gone on with until another source has something to show."""
@@ -93,13 +94,13 @@ class Console:
             self._status.write(ERASE_LINE)
             self._status = None
 
-    def _go_on(self, source: Source, text: str) -> None:
+    def _go_on(self, source: Source, text: str, *, end: str = "") -> None:
         self._take_status_away()
         if self._open is source and text.startswith(self._shown):
-            source.sink.write(text[len(self._shown) :])
+            source.sink.write(text[len(self._shown) :] + end)
         elif self._open is source and source.sink.is_terminal:
-            source.sink.write(f"{ERASE_LINE}{source.prefix}{text}")
+            source.sink.write(f"{ERASE_LINE}{source.prefix}{text}{end}")
         else:
             self.close_line()
-            source.sink.write(source.prefix + text)
+            source.sink.write(f"{source.prefix}{text}{end}")
         self._open, self._shown = source, text

@@ -78,40 +78,48 @@ def _last_end(chapters: Sequence[Chapter]) -> int:
 
 
 def _pace(chapters: Sequence[Chapter]) -> Pace | None:
-    ranks = {
-        chapter.rank: {row[Column.STEP]: row for row in chapter.rows if row[Column.KIND] == Kind.ORDINARY}
-        for chapter in chapters
-    }
-    steps = sorted(set.intersection(*(set(rows) for rows in ranks.values())))
-    if len(steps) < 2:
+    by_step = _trained(chapters)
+    if len(by_step) < 2:
         return None
-    begins = [statistics.median(rows[step][Column.BEGIN] for rows in ranks.values()) for step in steps]
+    begins = [statistics.median(row[Column.BEGIN] for row in rows.values()) for rows in by_step.values()]
     seconds = [(later - begin) / 1e9 for begin, later in itertools.pairwise(begins)]
-    counted = sum(rows[step][Column.COUNT] for rows in ranks.values() for step in steps[:-1])
+    counted = sum(row[Column.COUNT] for rows in [*by_step.values()][:-1] for row in rows.values())
     step = statistics.median(seconds)
-    slowest, behind = _slowest(ranks, steps)
+    slowest, behind = _slowest([*by_step.values()])
     is_notable = behind > NOTABLE * step
     return Pace(
-        step=steps[-1],
+        step=max(by_step),
         steps_a_second=1 / step,
         count_a_second=counted / sum(seconds) if counted else None,
         unit=str(chapters[0].about["unit"]),
-        hidden=_hidden(rows[step] for rows in ranks.values() for step in steps),
+        hidden=_hidden(row for rows in by_step.values() for row in rows.values()),
         slowest=slowest if is_notable else None,
         behind=behind if is_notable else 0.0,
     )
 
 
-def _slowest(
-    ranks: Mapping[int, Mapping[int, Sequence[int]]], steps: Sequence[int]
-) -> tuple[int | None, float]:
+def _trained(chapters: Sequence[Chapter]) -> dict[int, dict[int, Sequence[int]]]:
+    """Of each step that every rank has ended, in order: the rows of the ranks that had inputs."""
+    ended = [
+        {row[Column.STEP] for row in chapter.rows if row[Column.KIND] in (Kind.ORDINARY, Kind.SHADOW)}
+        for chapter in chapters
+    ]
+    by_step: dict[int, dict[int, Sequence[int]]] = {}
+    for chapter in chapters:
+        for row in chapter.rows:
+            if row[Column.KIND] == Kind.ORDINARY:
+                by_step.setdefault(row[Column.STEP], {})[chapter.rank] = row
+    return {step: by_step[step] for step in sorted(set.intersection(*ended)) if step in by_step}
+
+
+def _slowest(by_step: Sequence[Mapping[int, Sequence[int]]]) -> tuple[int | None, float]:
     """Who was latest in most steps, and by how much; where ranks have one clock."""
-    late = [_lateness({rank: rows[step] for rank, rows in ranks.items()}) for step in steps]
+    late = [_lateness(rows) for rows in by_step if len(rows) > 1]
     last = [max(found, key=found.__getitem__) for found in late]
-    slowest = max(ranks, key=last.count)
-    if len(ranks) == 1 or last.count(slowest) < MOST * len(steps):
+    slowest = max(last, key=last.count, default=None)
+    if slowest is None or last.count(slowest) < MOST * len(by_step):
         return None, 0.0
-    return slowest, statistics.median(found[slowest] for found in late) / 1e9
+    return slowest, statistics.median(found[slowest] for found in late if slowest in found) / 1e9
 
 
 def _lateness(rows: Mapping[int, Sequence[int]]) -> dict[int, int]:
