@@ -10,6 +10,7 @@ from hook_nets import (
     BOUNDS,
     HOOKS,
     SHAPES,
+    STEPS,
     Given,
     check_equal_on_all_ranks,
     distance,
@@ -192,7 +193,7 @@ def many_steps(rank: int, name: str) -> None:
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     wanted = mean(everyones())
     errors = []
-    for step in range(1, 25):
+    for step in range(1, STEPS[name] + 1):
         for sum_, grad in zip(total, run_step(ddp, gradients(rank)), strict=True):
             sum_ += grad
         errors.append(distance([sum_ / step for sum_ in total], wanted))
@@ -213,7 +214,7 @@ def weighed_steps(rank: int, name: str) -> None:
     ]
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     errors = []
-    for step in range(1, 25):
+    for step in range(1, STEPS[name] + 1):
         ddp.zero_grad()
         # Every other step counts ten times as much on every rank, which changes nothing.
         ddp.backward(ddp(gradients(rank)), weight=weights[rank] * (1 if step % 2 else 10))

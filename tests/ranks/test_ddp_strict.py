@@ -120,11 +120,11 @@ def judged(rank: int, wrapper: str, body: str, options: dict[str, Any]) -> tuple
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("body", BODIES)
-def test_strict_mode_raises_exactly_where_torch_does(body: str, flags: str) -> None:
+def test_strict_mode_raises_exactly_where_torch_does(body: str, flags: str, pair: RankPool) -> None:
     if (body, flags) == ("accumulating", "static"):
         pytest.skip("one of torch's own assertions fails here")
-    theirs = run_ranks(judged, args=("torch", body, FLAGS[flags]), timeout=TIMEOUT)
-    ours = run_ranks(judged, args=("paceline", body, {**FLAGS[flags], "strict": True}), timeout=TIMEOUT)
+    theirs = pair.run(judged, "torch", body, FLAGS[flags])
+    ours = pair.run(judged, "paceline", body, {**FLAGS[flags], "strict": True})
     assert ours == theirs
 
 

@@ -73,6 +73,10 @@ def large(rank: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + rank
 
 
+def returned(_: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
+
+
 def say(rank: int) -> None:
     sys.stdout.write(f"rank {rank} says hello\n")
     sys.stderr.write(f"rank {rank} says alas\n")
@@ -205,6 +209,28 @@ def test_large_tensors_go_both_ways() -> None:
     tensor = torch.arange(300_000)
     got = run_ranks(large, args=(tensor,))
     assert all(torch.equal(value, tensor + rank) for rank, value in enumerate(got))
+
+
+def test_tensors_of_every_kind_arrive_as_they_were() -> None:
+    given = [
+        torch.empty(0),
+        torch.tensor(True),
+        torch.arange(12).view(3, 4).t(),
+        torch.arange(5.0)[2:],
+        torch.arange(3).to(torch.bfloat16),
+        torch.randn(2, dtype=torch.cdouble).conj(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.eye(3).to_sparse(),
+    ]
+    (got,) = run_ranks(returned, 1, args=(given,), backend=None)
+    for here, there in zip(given, got, strict=True):
+        kinds = [
+            (type(each), each.dtype, each.layout, each.requires_grad, each.is_conj())
+            for each in (here, there)
+        ]
+        assert kinds[0] == kinds[1]
+        assert torch.equal(here.to_dense(), there.to_dense())
+        assert here.is_sparse or here.stride() == there.stride()
 
 
 def test_ranks_print_where_the_caller_prints(capfd: pytest.CaptureFixture[str]) -> None:
@@ -385,15 +411,16 @@ def hang(rank):
     time.sleep(300)
 
 if __name__ == "__main__":
-    assert all(type(value) is Here for value in run_ranks(make))
+    forkserver.PRELOADED = ("torch",)  # without a group no rank needs more
+    assert all(type(value) is Here for value in run_ranks(make, backend=None))
     print(forkserver.current().directory, forkserver.current().pid, flush=True)
     try:
-        run_ranks(hang)
+        run_ranks(hang, backend=None)
     except RanksError as error:
         print("caught", len(error.exceptions), flush=True)
-    run_ranks(make)
+    run_ranks(make, backend=None)
     print(forkserver.current().directory, forkserver.current().pid, flush=True)
-    run_ranks(hang)
+    run_ranks(hang, backend=None)
 """
 
 

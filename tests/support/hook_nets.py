@@ -23,6 +23,8 @@ HOOKS: dict[str, Callable[[], hooks.Hook]] = {
 }
 # The error of a step, in the largest gradient, where there is a bound.
 BOUNDS = {"average": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 254, "int4": 2 / 14}
+# After how many steps their mean must be near; power_sgd sends a few directions in each.
+STEPS = {name: 24 if name == "power_sgd" else 12 for name in HOOKS}
 WITH_MEMORY = [name for name in HOOKS if name not in ("average", "fp16", "bf16")]
 
 

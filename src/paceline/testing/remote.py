@@ -3,8 +3,11 @@
 Everything is pickled by value, tensors too, so that an outcome outlives the rank that sent it.
 """
 
+import copyreg
+import ctypes
 import importlib
 import importlib.util
+import io
 import operator
 import pickle
 import sys
@@ -14,7 +17,10 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, cast
+
+import torch
+from torch.storage import TypedStorage
 
 from paceline.errors import RemoteError
 
@@ -28,6 +34,32 @@ MAIN_ALIAS = "__mp_main__"
 def load(data: bytes) -> Any:
     """Unpickle what the other side wrote."""
     return pickle.loads(data)  # noqa: S301 - only a caller and the ranks it started write to their mailbox
+
+
+def dump(value: object) -> bytes:
+    """Pickle what the other side is to read."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TypedStorage: _memory_of}
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def _memory_of(storage: TypedStorage) -> tuple[Any, ...]:
+    """A tensor's elements as they lie in memory: torch would save a file for each tensor, which takes longer.
+
+    TypedStorage and its attributes are torch's own (torch 2.13).
+    """
+    memory = storage._untyped_storage
+    if memory.device.type != "cpu":
+        return cast("tuple[Any, ...]", storage.__reduce__())
+    return _storage_of, (storage.dtype, ctypes.string_at(memory.data_ptr(), memory.nbytes()))
+
+
+def _storage_of(dtype: torch.dtype, data: bytes) -> TypedStorage:
+    memory = torch.UntypedStorage(len(data))
+    ctypes.memmove(memory.data_ptr(), data, len(data))
+    return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
 @dataclass(frozen=True)
@@ -44,7 +76,7 @@ class Call:
         """Describe ``fn(rank, *args)``; raises TypeError if a rank could not rebuild it."""
         module = _module_of(fn)
         try:
-            packed = pickle.dumps(args)
+            packed = dump(args)
         except Exception as error:
             raise TypeError(f"args must be picklable, so that the ranks can get them ({error})") from error
         return cls(fn.__module__, getattr(module, "__file__", None), fn.__qualname__, packed)
@@ -189,7 +221,7 @@ def outcome_of(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> 
 def pack(outcome: Outcome) -> bytes:
     """Pickle an outcome; one that cannot be pickled becomes an outcome that says so."""
     try:
-        return pickle.dumps(outcome)
+        return dump(outcome)
     except Exception as error:
         assert isinstance(outcome, Returned)
         kind = type(outcome.value).__qualname__
