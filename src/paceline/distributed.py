@@ -40,7 +40,7 @@ from paceline.reducer.strict import Strict
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.dtensor import local_parameter
-from paceline.torch_surface import TorchSurface
+from paceline.torch_surface import TorchSurface, holds_wrapper
 from paceline.tracing import reduces_in_graph, untraced, untraced_with_calls
 
 M = TypeVar("M", bound=nn.Module)
@@ -181,6 +181,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self._join_config.enable:
             self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
+            self.reducer.nested = self._holds_wrapper or self._get_active_ddp_module() is not None
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -419,6 +420,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self.mixed_precision is not None:
             self.reducer.use(LowPrecisionAverage(self._group))
         self._stats = Stats(self.reducer)
+        self._holds_wrapper = holds_wrapper(self.module)
 
     def _limits(self, trainable: Sequence[int]) -> Strict:
         return Strict(
