@@ -37,8 +37,8 @@ class PacelineStrategy(DDPStrategy):
     """Lightning's "ddp" for ``Trainer``, with paceline's wrapper around the model.
 
     Args:
-        arguments: as those of Lightning's ``DDPStrategy``; ``ddp_comm_hook`` is heeded on CPUs too, and may be
-            one of ``paceline.hooks``.
+        arguments: as those of Lightning's ``DDPStrategy``; ``ddp_comm_hook`` is heeded on CPUs too, and may
+            be one of ``paceline.hooks``.
         weigh: the samples or tokens of a batch, by which its gradients count; by default each rank counts the
             same. The gradients of accumulated batches are then averaged by weight too.
         options: as those of Lightning's ``DDPStrategy``, and of ``paceline.DistributedDataParallel``.

@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two ranks for one file, with time to import large libraries; the file itself imports none of them."""
+    with RankPool(2, timeout=90.0) as pool:
+        yield pool
