@@ -1,6 +1,5 @@
 """Lightning's Trainer and Fabric with paceline's strategies: what "ddp" gives, and what it does not."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from wrappers import equal_on_all
 
+from examples import as_torchrun_tells, assert_same_under_patch
 from paceline import MixedPrecision
 from paceline.errors import MissingPackageError
 from paceline.testing import RankPool
 
 # Lightning is imported in the ranks alone: it takes seconds, and every test process would pay them.
-
-
-def in_lightnings_eyes(rank: int) -> None:
-    """Be a rank that was started by someone else."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -29,7 +24,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning_nets as nets
 
     theirs, ours = (
@@ -52,7 +47,7 @@ def test_parameters_are_those_of_ddp(pair: RankPool, net: str, options: dict[str
 
 
 def with_a_spare_layer(rank: int) -> None:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning_nets as nets
 
     with pytest.raises(RuntimeError, match="not used in producing the loss"):
@@ -69,7 +64,7 @@ ROWS = [[2, 5, 1, 4], [6, 1, 3, 2]]
 
 
 def weighed(rank: int) -> list[Tensor]:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning_nets as nets
 
     from paceline.integrations.lightning import PacelineStrategy
@@ -100,7 +95,7 @@ def test_weighed_batches_count_by_their_rows(pair: RankPool) -> None:
 
 
 def with_options(rank: int) -> None:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning_nets as nets
 
     from paceline.integrations.lightning import PacelineStrategy
@@ -125,7 +120,7 @@ def test_options_reach_the_wrapper(pair: RankPool) -> None:
 
 
 def resumed(rank: int, folder: Path) -> None:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning_nets as nets
     from torch.utils.data import DataLoader
 
@@ -143,7 +138,7 @@ def test_a_checkpoint_is_resumed_by_either_strategy(pair: RankPool, tmp_path: Pa
 
 
 def with_fabric(rank: int, strategy: str, folder: Path) -> list[Tensor]:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning
     import lightning_nets as nets
 
@@ -179,7 +174,7 @@ def test_fabric_gives_the_parameters_of_ddp(pair: RankPool, tmp_path: Path) -> N
 
 
 def weighed_with_fabric(rank: int) -> None:
-    in_lightnings_eyes(rank)
+    as_torchrun_tells(rank)
     import lightning
     import lightning_nets as nets
 
@@ -201,6 +196,10 @@ def weighed_with_fabric(rank: int) -> None:
 
 def test_fabric_weighs_too(pair: RankPool) -> None:
     pair.run(weighed_with_fabric)
+
+
+def test_the_example_ends_with_the_same_bits_under_patch(pair: RankPool, tmp_path: Path) -> None:
+    assert_same_under_patch("lightning_fit.py", pair, tmp_path)
 
 
 def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,21 @@ def refused(rank: int) -> None:
 
 def test_mistakes_are_refused(pair: RankPool) -> None:
     pair.run(refused)
+
+
+def share_before_a_step(rank: int) -> None:
+    ours, theirs = twins()
+    optimizer = ShardedOptimizer(ours, torch.optim.AdamW, lr=0.05)
+    state = optimizer.share.state_dict()
+    assert sorted(state["state"]) == sorted(
+        name for name, each in ours.module.named_parameters() if each in optimizer.state
+    )
+    assert all(not value.any() for moments in state["state"].values() for value in moments.values())
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    train(ours, optimizer, rank)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.05), rank)
+    assert_equal(ours, theirs)
+
+
+def test_a_share_can_be_asked_for_before_the_first_step(ranks: RankPool) -> None:
+    ranks.run(share_before_a_step)
