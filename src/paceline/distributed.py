@@ -443,4 +443,4 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
     # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
     if (alive := reducer()) is not None:
-        alive.begin(synced=synced and alive.syncs)
+        alive.begin(synced=(synced or alive.announced) and alive.syncs)

@@ -119,6 +119,33 @@ def test_a_model_that_is_wrapped_already_can_be_prepared(pair: RankPool) -> None
     pair.run(wrapped_before)
 
 
+def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
+    from accelerate import Accelerator
+
+    with started(rank, wrapper):
+        accelerator = Accelerator(cpu=True)
+        net = network()
+        model, batches = accelerator.prepare(net, rows())
+        with accelerator.no_sync(model):
+            first, second = (
+                model(batch).square().mean() for batch, _ in zip(batches, range(2), strict=False)
+            )
+        accelerator.backward(first)
+        found = [[parameter.grad.clone() for parameter in net.parameters()]]
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+        return [*found, [parameter.grad.clone() for parameter in net.parameters()]]
+
+
+def test_a_sync_can_be_triggered_in_the_last_backward(pair: RankPool) -> None:
+    theirs, ours = (pair.run(triggered, wrapper) for wrapper in ("torch", "paceline"))
+    for rank in range(2):
+        assert_same(ours[rank][0], theirs[rank][0])
+        assert_same(ours[rank][1], theirs[rank][1])
+    assert not torch.equal(ours[0][0][0], ours[1][0][0])
+    assert_same(ours[0][1], ours[1][1])
+
+
 WORDS, TEXTS, ASKED = 16, 32, 13
 
 

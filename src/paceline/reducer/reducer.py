@@ -386,6 +386,7 @@ class Reducer(TorchNames):
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
+        self.announced = False
         self._lend = _nothing_lent
         self._arrivals.clear()
         self._looked_at = 0

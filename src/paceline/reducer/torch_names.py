@@ -1,7 +1,7 @@
-"""Names of torch's reducer that libraries call, and that ask nothing of ours.
+"""Names of torch's reducer that libraries call around a backward that was not to be synced by its forward.
 
-Lightning calls them around a backward that its user runs by hand, inside forward: there torch's reducer has
-to be told what ours learns from the gradients themselves.
+Lightning does so where its user runs backward by hand, inside forward; Accelerate to sync the last of several
+backward passes whose forwards came first.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,19 @@ from torch import Tensor
 
 
 class TorchNames:
-    """What a reducer of torch's would have to be told."""
+    """What a reducer of torch's is told by hand, and ours mostly learns from the gradients themselves.
 
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """A backward is going to begin; the first gradient says so too."""
+    Attributes:
+        announced: whether the next backward is to be synced whatever its forward was.
+        expected: whether a backward is to come.
+    """
+
+    announced: bool = False
+    expected: bool
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:  # noqa: ARG002  # torch's signature
+        """Have the next backward synced, also that of a forward under ``no_sync``."""
+        self.announced = self.expected = True
 
     def _rebuild_buckets(self) -> bool:
         """A new plan is adopted when a step begins: there is none to adopt before."""
