@@ -162,6 +162,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; outputs are marked, so that their backward is synced."""
+        if torch.jit.is_tracing():  # by one rank alone, which draws the graph, so nothing can be exchanged
+            return self.module(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             with self._noting_errors():
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
