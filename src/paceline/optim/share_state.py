@@ -26,9 +26,8 @@ class ShareState:
         self._groups = groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The state itself, not a copy; made first if there is none, so that it can be loaded into."""
-        if not self._own.state:
-            _make_state(self._own)
+        """The state itself, not a copy; what is not there yet is made, so that it can be loaded into."""
+        _make_missing(self._own)
         return {
             "state": {self._names[parameter]: dict(state) for parameter, state in self._own.state.items()},
             "groups": {str(number): options(group) for number, group in enumerate(self._groups)},
@@ -48,22 +47,29 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _make_state(optimizer: Optimizer) -> None:
-    """Have an optimizer make its state by a step that moves nothing, and does not count."""
-    with _standing_still(optimizer), torch.no_grad():
+def _make_missing(optimizer: Optimizer) -> None:
+    """Have an optimizer make the state that it lacks, by a step that moves nothing and does not count."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    lacking = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
+    if not lacking:
+        return
+    with _standing_still(optimizer, parameters, lacking), torch.no_grad():
         optimizer.step()
-    for state in optimizer.state.values():
-        if isinstance(steps := state.get("step"), Tensor):
+    for parameter in lacking:
+        if isinstance(steps := optimizer.state[parameter].get("step"), Tensor):
             steps.zero_()
 
 
 @contextmanager
-def _standing_still(optimizer: Optimizer) -> Iterator[None]:
-    """Gradients and learning rates of zero inside."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+def _standing_still(
+    optimizer: Optimizer, parameters: Sequence[Tensor], stepped: Sequence[Tensor]
+) -> Iterator[None]:
+    """Inside, gradients of zero for those to be stepped, none for the others, and learning rates of zero."""
     grads = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]
     for parameter in parameters:
+        parameter.grad = None
+    for parameter in stepped:
         parameter.grad = torch.zeros_like(parameter)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if rate is not None:
