@@ -41,7 +41,7 @@ from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.dtensor import local_parameter
 from paceline.torch_surface import TorchSurface, holds_wrapper
-from paceline.tracing import reduces_in_graph, untraced, untraced_with_calls
+from paceline.tracing import is_being_traced, reduces_in_graph, untraced, untraced_with_calls
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -162,7 +162,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; outputs are marked, so that their backward is synced."""
-        if torch.jit.is_tracing():  # by one rank alone, which draws the graph, so nothing can be exchanged
+        if is_being_traced():  # by one rank alone, which draws the graph, so nothing can be exchanged
             return self.module(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             with self._noting_errors():

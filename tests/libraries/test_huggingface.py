@@ -214,6 +214,7 @@ def fresh(_: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.timeout(200)  # a launch that imports the library, on a busy machine
 @pytest.mark.parametrize("example", ["accelerate_loop.py", "transformers_trainer.py"])
 def test_an_example_ends_with_the_same_bits_under_patch(pair: RankPool, example: str, tmp_path: Path) -> None:
     pair.run(fresh)

@@ -198,6 +198,7 @@ def test_fabric_weighs_too(pair: RankPool) -> None:
     pair.run(weighed_with_fabric)
 
 
+@pytest.mark.timeout(200)  # a launch that imports the library, on a busy machine
 def test_the_example_ends_with_the_same_bits_under_patch(pair: RankPool, tmp_path: Path) -> None:
     assert_same_under_patch("lightning_fit.py", pair, tmp_path)
 

@@ -155,7 +155,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         """
         assert self._own is not None
         self._check_group()
-        names = {parameter: name for name, parameter in self._wrapper.module.named_parameters()}
+        named = self._wrapper.module.named_parameters()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named}
         self._gathered = None  # it may be loaded into
         return ShareState(self._own, names, self.param_groups)
 
