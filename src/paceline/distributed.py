@@ -40,8 +40,8 @@ from paceline.reducer.strict import Strict
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.dtensor import local_parameter
-from paceline.torch_surface import TorchSurface
-from paceline.tracing import reduces_in_graph, untraced, untraced_with_calls
+from paceline.torch_surface import TorchSurface, holds_wrapper
+from paceline.tracing import is_being_traced, reduces_in_graph, untraced, untraced_with_calls
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -162,6 +162,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; outputs are marked, so that their backward is synced."""
+        if is_being_traced():  # by one rank alone, which draws the graph, so nothing can be exchanged
+            return self.module(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             with self._noting_errors():
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -181,6 +183,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self._join_config.enable:
             self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
+            self.reducer.nested = self._holds_wrapper or self._get_active_ddp_module() is not None
             self.reducer.prepare()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -419,6 +422,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self.mixed_precision is not None:
             self.reducer.use(LowPrecisionAverage(self._group))
         self._stats = Stats(self.reducer)
+        self._holds_wrapper = holds_wrapper(self.module)
 
     def _limits(self, trainable: Sequence[int]) -> Strict:
         return Strict(
@@ -441,4 +445,4 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
     # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
     if (alive := reducer()) is not None:
-        alive.begin(synced=synced and alive.syncs)
+        alive.begin(synced=(synced or alive.announced) and alive.syncs)

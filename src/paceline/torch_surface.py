@@ -350,6 +350,11 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         return gather(outputs, output_device, dim=self.dim)
 
 
+def holds_wrapper(module: nn.Module) -> bool:
+    """Whether a wrapper, torch's or ours, is among the module's parts."""
+    return any(isinstance(part, _Torch) for part in module.modules())
+
+
 def _traced_forward(self: TorchSurface, *inputs: Any, **kwargs: Any) -> Any:
     return self.module(*inputs, **kwargs)
 

@@ -64,3 +64,9 @@ def _leave_out(fn: F, *, below: Any) -> F:
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     fn._torchdynamo_disable_msg = "paceline's part of a step is not traced"  # type: ignore[attr-defined]
     return fn
+
+
+@untraced_with_calls
+def is_being_traced() -> bool:
+    """Whether ``torch.jit.trace`` is running, as TensorBoard has it to draw a graph."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # public, says its page

@@ -1,13 +1,16 @@
 """Several wrappers on one group, in one backward: their collectives must not mix."""
 
+import copy
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
+from wrappers import WRAPPERS
 
 from paceline import DistributedDataParallel, PeerError
-from paceline.testing import run_ranks
+from paceline.testing import RankPool, run_ranks
 
 TIMEOUT = 20.0
 TINY_BUCKETS = 1e-5
@@ -103,3 +106,26 @@ def freed(_: int) -> bool:
 
 def test_a_wrapper_is_freed_at_once_so_that_another_can_take_its_module() -> None:
     assert run_ranks(freed, timeout=TIMEOUT) == [True, True]
+
+
+def nested(rank: int, outer: str, inner: str) -> None:
+    """Layers so large that their gradients would be taken the moment they are ready."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).double()
+    net = copy.deepcopy(plain)
+    ddp = WRAPPERS[outer](WRAPPERS[inner](net), bucket_cap_mb=0.5)
+    for step in range(4):
+        for each in (plain, ddp):
+            each.zero_grad()
+        for each in range(2):
+            (plain(rows(each, step, 256)).square().mean() / 2).backward()
+        ddp(rows(rank, step, 256)).square().mean().backward()
+        for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("torch", "paceline"), ("paceline", "torch"), ("paceline", "paceline")]
+)
+def test_one_around_another_gives_the_gradients_of_one(pool: RankPool, outer: str, inner: str) -> None:
+    pool.run(nested, outer, inner)

@@ -222,3 +222,32 @@ def refused(rank: int) -> None:
 
 def test_mistakes_are_refused(pair: RankPool) -> None:
     pair.run(refused)
+
+
+def share_is_complete(rank: int) -> None:
+    """Before the first step, and after one in which the last layer had no gradient."""
+    ours, theirs = twins()
+    optimizer = ShardedOptimizer(ours, torch.optim.AdamW, lr=0.05)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.05)
+    for steps in (0, 1):
+        if steps:
+            for ddp, each in ((ours, optimizer), (theirs, plain)):
+                each.zero_grad()
+                ddp.module.first(rows(rank)).square().mean().backward()
+                each.step()
+        grads = [parameter.grad for parameter in ours.parameters()]
+        state = optimizer.share.state_dict()["state"]
+        own = [parameter for group in optimizer._own.param_groups for parameter in group["params"]]
+        assert [ours.module.get_parameter(name) for name in state] == own
+        assert {name: int(moments["step"]) for name, moments in state.items()} == {
+            name: steps if name.startswith("first") else 0 for name in state
+        }
+        assert all(parameter.grad is grad for parameter, grad in zip(ours.parameters(), grads, strict=True))
+        assert_equal(ours, theirs)
+    train(ours, optimizer, rank)
+    train(theirs, plain, rank)
+    assert_equal(ours, theirs)
+
+
+def test_a_share_has_what_no_step_has_made_yet(ranks: RankPool) -> None:
+    ranks.run(share_is_complete)

@@ -32,9 +32,14 @@ class Ran:
         return self.stdout.splitlines()
 
 
-def paceline(*arguments: str, folder: Path, sends: Sequence[tuple[str, signal.Signals]] = ()) -> Ran:
+def paceline(
+    *arguments: str,
+    folder: Path,
+    sends: Sequence[tuple[str, signal.Signals]] = (),
+    timeout: float = TIMEOUT,
+) -> Ran:
     """Run ``paceline`` in ``folder``; each signal is sent once its text has appeared."""
-    [ran] = run_ranks(in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=TIMEOUT)
+    [ran] = run_ranks(in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=timeout)
     assert isinstance(ran, Ran)
     return ran
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
+from paceline.optim.share_state import ShareState, options
 from paceline.optim.shares import share_out
 from paceline.tensors.dtensor import local_of
 
@@ -146,6 +147,19 @@ class ShardedOptimizer(Optimizer, Joinable):
             )
         return self._gathered
 
+    @property
+    def share(self) -> ShareState:
+        """This rank's share of the state, for ``torch.distributed.checkpoint``: nothing has to be gathered.
+
+        ``dcp.save({..., "optimizer": optimizer.share})``; ``dcp.load`` with the same, on any number of ranks.
+        """
+        assert self._own is not None
+        self._check_group()
+        named = self._wrapper.module.named_parameters()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named}
+        self._gathered = None  # it may be loaded into
+        return ShareState(self._own, names, self.param_groups)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, of this class or of the plain optimizer; each rank keeps its share."""
         assert self._own is not None
@@ -162,7 +176,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                     if numbers[parameter] in state
                 },
                 "param_groups": [
-                    {**_options(group), "params": [places[parameter] for parameter in own["params"]]}
+                    {**options(group), "params": [places[parameter] for parameter in own["params"]]}
                     for group, own in zip(self.param_groups, self._own.param_groups, strict=True)
                 ],
             }
@@ -173,7 +187,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _shared(self, group: dict[str, Any]) -> dict[str, Any]:
         rank = self._group.rank
         mine = [parameter for parameter in group["params"] if self._owners[parameter] == rank]
-        return {**_options(group), "params": mine}
+        return {**options(group), "params": mine}
 
     def _numbers(self) -> dict[Tensor, int]:
         """Every parameter's number in a state dict."""
@@ -215,15 +229,10 @@ def _trainable(wrapper: DistributedDataParallel) -> list[Parameter]:
     return [each for name, each in named if each.requires_grad and name not in ignored]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    # Names go with the parameters, of which a share has fewer.
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _copy_options(source: Optimizer, target: Optimizer) -> None:
     """Learning rates and the like: schedulers set them outside, some optimizers inside."""
     for ours, theirs in zip(source.param_groups, target.param_groups, strict=True):
-        theirs.update(_options(ours))
+        theirs.update(options(ours))
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

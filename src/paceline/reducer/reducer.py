@@ -39,6 +39,7 @@ from paceline.reducer.planner import Planner
 from paceline.reducer.remote_grads import RemoteGrads
 from paceline.reducer.step import BATCH, Means, Step
 from paceline.reducer.strict import Strict
+from paceline.reducer.torch_names import TorchNames
 from paceline.reducer.waybill import Outcome, Summary, Waybill
 from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
@@ -51,7 +52,7 @@ class Phase(enum.Enum):
     SYNCING = enum.auto()
 
 
-class Reducer:
+class Reducer(TorchNames):
     """One wrapped module's gradients.
 
     Args:
@@ -67,6 +68,7 @@ class Reducer:
 
     Attributes:
         syncs: whether a backward is to be synced.
+        nested: whether another wrapper averages the same gradients; it finds them in ``.grad`` until the end.
         weighs: whether contributions may be weighed.
         ranks: among how many ranks the next step's sum is shared out.
         in_backward: optimizers that step as soon as gradients are averaged.
@@ -130,6 +132,7 @@ class Reducer:
         self._backward = -1
         self._detached = False
         self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
+        self.nested = False
         self._awaited: list[torch.futures.Future[Any]] = []
         self.expected = False
         self.lane = lane_of(group.name)
@@ -157,6 +160,7 @@ class Reducer:
                 self._patient = not self._arrivals.stay_last()
             else:
                 self._patient = self._arrivals.are_not_last()
+            self._patient |= self.nested
 
     def begin(self, *, synced: bool) -> None:
         """A backward has begun, or was found to be running."""
@@ -382,6 +386,7 @@ class Reducer:
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
+        self.announced = False
         self._lend = _nothing_lent
         self._arrivals.clear()
         self._looked_at = 0

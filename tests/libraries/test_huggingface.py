@@ -1,0 +1,221 @@
+"""Accelerate and transformers' Trainer with our class in the place of torch's, and beside it."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from wrappers import WRAPPERS, everyones
+
+from examples import as_torchrun_tells, assert_same_under_patch
+from paceline import DistributedDataParallel
+from paceline.testing import RankPool
+
+# The libraries are imported in the ranks alone: they take seconds, and every test process would pay them.
+
+TORCHS = nn.parallel.DistributedDataParallel
+
+
+@contextlib.contextmanager
+def started(rank: int, wrapper: str = "torch") -> Iterator[None]:
+    """As a launcher starts a rank; with ``--patch`` if the wrapper is ours."""
+    from accelerate.state import AcceleratorState
+
+    as_torchrun_tells(rank)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with mock.patch.object(nn.parallel, "DistributedDataParallel", WRAPPERS[wrapper]):
+        yield
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other), f"parameter {index} is off by {(mine - other).abs().max():.3g}"
+
+
+def values(network: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def rows() -> DataLoader[Any]:
+    return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
+
+
+def an_epoch(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any) -> None:
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor]:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType, extract_model_from_parallel
+
+    with started(rank, wrapper):
+        options = DistributedDataParallelKwargs(
+            comm_hook=DDPCommunicationHookType[hook], gradient_as_bucket_view=True
+        )
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[options])
+        net = network()
+        prepared = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+        model = prepared[0]
+        assert type(model) is WRAPPERS[wrapper]
+        an_epoch(accelerator, *prepared)
+        accelerator.save_state(str(folder / wrapper))
+        an_epoch(accelerator, *prepared)
+        whole = values(net)
+        accelerator.load_state(str(folder / wrapper))
+        assert not torch.equal(values(net)[0], whole[0])
+        an_epoch(accelerator, *prepared)
+        assert_same(values(net), whole)
+        with accelerator.no_sync(model):
+            mine = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+            accelerator.backward(model(mine).square().mean())
+        first, second = everyones(net[0].weight.grad.clone())
+        assert not torch.equal(first, second)
+        assert accelerator.unwrap_model(model) is extract_model_from_parallel(model) is net
+        return whole
+
+
+@pytest.mark.parametrize("hook", ["NO", "FP16"])
+def test_accelerate_gives_the_same_parameters(pair: RankPool, hook: str, tmp_path: Path) -> None:
+    theirs, ours = (pair.run(accelerated, wrapper, hook, tmp_path) for wrapper in ("torch", "paceline"))
+    assert_same(ours[0], theirs[0])
+    assert_same(ours[0], ours[1])
+
+
+def wrapped_before(rank: int) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import extract_model_from_parallel
+
+    found = []
+    for wrapped in (False, True):
+        with started(rank):
+            accelerator = Accelerator(cpu=True)
+            net = network()
+            model = DistributedDataParallel(net) if wrapped else net
+            assert isinstance(model, TORCHS) is wrapped
+            prepared = accelerator.prepare(model, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+            an_epoch(accelerator, *prepared)
+            assert accelerator.unwrap_model(prepared[0]) is extract_model_from_parallel(model) is net
+            found.append(values(net))
+    assert_same(*found)
+
+
+def test_a_model_that_is_wrapped_already_can_be_prepared(pair: RankPool) -> None:
+    pair.run(wrapped_before)
+
+
+def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
+    from accelerate import Accelerator
+
+    with started(rank, wrapper):
+        accelerator = Accelerator(cpu=True)
+        net = network()
+        model, batches = accelerator.prepare(net, rows())
+        with accelerator.no_sync(model):
+            first, second = (
+                model(batch).square().mean() for batch, _ in zip(batches, range(2), strict=False)
+            )
+        accelerator.backward(first)
+        found = [[parameter.grad.clone() for parameter in net.parameters()]]
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+        return [*found, [parameter.grad.clone() for parameter in net.parameters()]]
+
+
+def test_a_sync_can_be_triggered_in_the_last_backward(pair: RankPool) -> None:
+    theirs, ours = (pair.run(triggered, wrapper) for wrapper in ("torch", "paceline"))
+    for rank in range(2):
+        assert_same(ours[rank][0], theirs[rank][0])
+        assert_same(ours[rank][1], theirs[rank][1])
+    assert not torch.equal(ours[0][0][0], ours[1][0][0])
+    assert_same(ours[0][1], ours[1][1])
+
+
+WORDS, TEXTS, ASKED = 16, 32, 13
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    drawn = torch.randint(WORDS, (count, 8), generator=torch.Generator().manual_seed(count))
+    return [{"input_ids": text, "labels": text} for text in drawn]
+
+
+def right(predicted: Any) -> dict[str, float]:
+    """How many predictions were gathered, and how many are right."""
+    found = predicted.predictions.argmax(-1) == predicted.label_ids
+    return {"count": len(found), "right": float(found.mean())}
+
+
+def trained(rank: int, wrapper: str, folder: Path) -> tuple[list[Tensor], dict[str, float]]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers.modeling_utils import unwrap_model
+
+    def trainer() -> Trainer:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=WORDS, bos_token_id=0, eos_token_id=0
+        )
+        arguments = TrainingArguments(
+            output_dir=str(folder / wrapper),
+            use_cpu=True,
+            max_steps=6,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_steps=3,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        return Trainer(
+            GPT2LMHeadModel(config),
+            arguments,
+            train_dataset=texts(TEXTS),
+            eval_dataset=texts(ASKED),
+            compute_metrics=right,
+        )
+
+    with started(rank, wrapper):
+        whole = trainer()
+        whole.train()
+        assert type(whole.model_wrapped) is WRAPPERS[wrapper]
+        assert unwrap_model(whole.model_wrapped) is whole.model
+        resumed = trainer()
+        resumed.train(resume_from_checkpoint=str(folder / wrapper / "checkpoint-3"))
+        assert_same(values(resumed.model), values(whole.model))
+        return values(whole.model), whole.evaluate()
+
+
+def test_the_trainer_gives_the_same_parameters_and_predictions(pair: RankPool, tmp_path: Path) -> None:
+    theirs, ours = (pair.run(trained, wrapper, tmp_path) for wrapper in ("torch", "paceline"))
+    for (mine, asked), (other, answer) in zip(ours, theirs, strict=True):
+        assert_same(mine, other)
+        for name in ("eval_loss", "eval_right", "eval_count"):
+            assert asked[name] == answer[name], name
+        assert asked["eval_count"] == ASKED
+
+
+def fresh(_: int) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.timeout(200)  # a launch that imports the library, on a busy machine
+@pytest.mark.parametrize("example", ["accelerate_loop.py", "transformers_trainer.py"])
+def test_an_example_ends_with_the_same_bits_under_patch(pair: RankPool, example: str, tmp_path: Path) -> None:
+    pair.run(fresh)
+    assert_same_under_patch(example, pair, tmp_path)
