@@ -1,13 +1,14 @@
 # Two commands do all the set-up on a fresh machine with Python 3.11+, git and make:
 #   make demo    trains a small network on two ranks, and shows where the time went
-#   make test    runs every test
+#   make test    runs the tests
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO   := build/demo
+ACCEPTANCE := tests/docs tests/libraries
 
-.PHONY: demo test docs conformance torture check bench format clean
+.PHONY: demo test acceptance docs conformance torture check bench format clean
 
 demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
@@ -15,7 +16,12 @@ demo: $(READY)
 
 # Two at a time, because ranks mostly wait for each other; each file's tests stay together.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE:%=--ignore=%)
+
+# What users meet: the commands of the pages, and scripts of the libraries that they use. It starts some forty programs
+# that import torch, and so takes minutes to show what seldom breaks.
+acceptance: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE)
 
 # Every page, with the reference from the docstrings, in build/docs; a warning is an error.
 docs: $(READY)

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from launched import as_torchrun_tells
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from wrappers import WRAPPERS, everyones
 
-from examples import as_torchrun_tells, assert_same_under_patch
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
 
@@ -206,16 +206,3 @@ def test_the_trainer_gives_the_same_parameters_and_predictions(pair: RankPool, t
         for name in ("eval_loss", "eval_right", "eval_count"):
             assert asked[name] == answer[name], name
         assert asked["eval_count"] == ASKED
-
-
-def fresh(_: int) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.timeout(200)  # a launch that imports the library, on a busy machine
-@pytest.mark.parametrize("example", ["accelerate_loop.py", "transformers_trainer.py"])
-def test_an_example_ends_with_the_same_bits_under_patch(pair: RankPool, example: str, tmp_path: Path) -> None:
-    pair.run(fresh)
-    assert_same_under_patch(example, pair, tmp_path)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from launched import as_torchrun_tells
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from wrappers import equal_on_all
 
-from examples import as_torchrun_tells, assert_same_under_patch
 from paceline import MixedPrecision
 from paceline.errors import MissingPackageError
 from paceline.testing import RankPool
@@ -199,10 +199,6 @@ def test_fabric_weighs_too(pair: RankPool) -> None:
 
 
 @pytest.mark.timeout(200)  # a launch that imports the library, on a busy machine
-def test_the_example_ends_with_the_same_bits_under_patch(pair: RankPool, tmp_path: Path) -> None:
-    assert_same_under_patch("lightning_fit.py", pair, tmp_path)
-
-
 def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "paceline.integrations.lightning", raising=False)
     monkeypatch.setitem(sys.modules, "lightning", None)
