@@ -1,9 +1,8 @@
 """Whether sides have done the same work: their gradients, compared."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ DIGITS = 4
 # that a norm takes out again. It is compared by this share.
 LEAST_SHARE = 1e-3
 
-T = TypeVar("T")
 Gradients = Mapping[str, Tensor | None]
 
 
@@ -32,31 +30,44 @@ class Off:
     excess: float
 
     def __str__(self) -> str:
-        return f"(parameter: {self.parameter}, by: {self.by:.2g} of its norm)"
+        by = f"by: {self.by:.2g} of its norm" if math.isfinite(self.by) else "not finite"
+        return f"(parameter: {self.parameter}, {by})"
 
 
-def compare(rank: int, sides: Mapping[str, Training]) -> str | None:
-    """Let each side make gradients with the same seeds; in words what is wrong with them. On all ranks."""
-    (first, base), *others = sides.items()
+def compare(rank: int, alone: Training, sides: Mapping[str, Training]) -> str | None:
+    """Say what is wrong with sides' gradients, in words; on all ranks.
+
+    They should be the average over ranks of what the module alone makes, with the same seeds.
+    """
+    alone.backward(rank)
+    own = {name: None if grad is None else grad.clone() for name, grad in _gradients(alone.module).items()}
+    alone.backward(rank)
+    if (off := _worst(_off("itself", own, alone.module))) is not None:
+        return f"whether sides do the same work is unknown: with the same seeds, gradients differ {off}"
     for training in sides.values():
         training.backward(rank)
-    expected = _gradients(base.module)
-    if strange := _gathered([name for name, grad in expected.items() if not math.isfinite(_norm(grad))]):
-        return f"gradients are not finite (parameter: {strange[0]})"
-    worst = _worst([off for name, other in others for off in _off(name, expected, other.module)])
-    if worst is None:
-        return None
-    before = {name: None if grad is None else grad.clone() for name, grad in expected.items()}
-    base.backward(rank)
-    if (itself := _worst(list(_off(first, before, base.module)))) is not None:
-        return (
-            f"gradients differ from one step to the next, with the same seeds {itself}: no side can be judged"
-        )
-    return f"gradients differ: those of {worst.side} are not those of {first} {worst}"
+    expected = {
+        name: _average(grad, like) for (name, like), grad in zip(_slots(alone), own.values(), strict=True)
+    }
+    wrong = [_worst(_off(side, expected, training.module)) for side, training in sides.items()]
+    named = [f"{off.side} {off}" for off in wrong if off is not None]
+    return f"gradients are not the average of ranks' own, under: {'; '.join(named)}" if named else None
+
+
+def _slots(training: Training) -> list[tuple[str, Tensor]]:
+    return [(name, each) for name, each in training.module.named_parameters() if each.requires_grad]
+
+
+def _average(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The mean over ranks; a gradient that is not there counts as zeros."""
+    total = torch.zeros_like(like) if grad is None else _dense(grad).clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {
+        # Wrappers call what they wrap so.
         name.removeprefix("module."): parameter.grad
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
@@ -73,11 +84,12 @@ def _off(side: str, expected: Gradients, module: nn.Module) -> Iterator[Off]:
         yield Off(side, name, by, excess if math.isfinite(excess) else math.inf)
 
 
-def _worst(found: Sequence[Off]) -> Off | None:
-    """The worst of what any rank has found, if it is more than is tolerated."""
-    worst = max(found, key=lambda off: off.excess)
-    worst = max(_gathered([worst]), key=lambda off: off.excess)
-    return worst if worst.excess > 1 else None
+def _worst(found: Iterable[Off]) -> Off | None:
+    """The worst of what any rank has found, if it is more than is tolerated; the same on all ranks."""
+    worst: list[Off | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(worst, max(found, key=lambda off: off.excess))
+    first = max((off for off in worst if off is not None), key=lambda off: off.excess)
+    return first if first.excess > 1 else None
 
 
 def _less(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
@@ -97,10 +109,3 @@ def _last_digit(tensor: Tensor | None) -> float:
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def _gathered(found: list[T]) -> list[T]:
-    """What all ranks have found, so that all of them go on in the same way."""
-    everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
-    return [each for rank in everyone for each in rank]

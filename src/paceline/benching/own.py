@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,15 +57,11 @@ def _function(own: Own) -> Callable[[], Any]:
     module = _load_file(Path(own.place).resolve()) if own.is_file else _import(own.place)
     function: Any = getattr(module, own.function, None)
     if not callable(function):
-        there = sorted(name for name, value in vars(module).items() if _is_its_function(value, module))
+        there = sorted(name for name, value in vars(module).items() if inspect.isfunction(value))
         raise OptionError(
             f"there is no such function (given: {own.what}, functions there: {', '.join(there) or 'none'})"
         )
     return function  # type: ignore[no-any-return]  # it is the user's
-
-
-def _is_its_function(value: object, module: ModuleType) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def _import(name: str) -> ModuleType:

@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """What sides were compared in, theirs, how often they were timed, and what is to be said of them."""
+    """What sides were compared in, how often they were timed, what is to be said of it, and what in doubt."""
 
     kind: str
     what: str
@@ -39,6 +39,7 @@ class Block:
     calls: int
     about: str = ""
     notes: Sequence[str] = ()
+    doubts: Sequence[str] = ()
 
 
 def of_steps(measured: Measured) -> Block:
@@ -52,7 +53,8 @@ def of_steps(measured: Measured) -> Block:
         lines.append(Line(side, timing(of[side]), adds, value, None if side == str(TORCH) else spread))
     pace = measured.pace
     about = f"{measured.elements:,} parameters in {measured.tensors:,} tensors"
-    return Block("step", measured.what, lines, pace.rounds, pace.calls, about, _notes(measured))
+    doubts = [] if measured.wrong is None else [measured.wrong]
+    return Block("step", measured.what, lines, pace.rounds, pace.calls, about, _notes(measured), doubts)
 
 
 def _notes(measured: Measured) -> list[str]:
@@ -63,8 +65,6 @@ def _notes(measured: Measured) -> list[str]:
             f"torch runs with find_unused_parameters=True, without which it would raise: {count} parameters "
             f"got no gradient in some step (first: {measured.unused[0]})"
         )
-    if measured.wrong is not None:
-        notes.append(f"do not trust these figures: {measured.wrong}")
     return notes
 
 
@@ -97,7 +97,7 @@ def of_collective(case: Case, seconds: Seconds, *, calls: int) -> Block:
     return Block(case.collective, shown_size(case.size), lines, len(seconds["gloo"]), calls)
 
 
-def as_json(blocks: Sequence[Block], options: Mapping[str, object], notes: Sequence[str]) -> dict[str, Any]:
+def as_json(blocks: Sequence[Block], options: Mapping[str, object], doubts: Sequence[str]) -> dict[str, Any]:
     """All of it, with the machine, and what it ran with."""
     versions = {
         "paceline": paceline.__version__,
@@ -109,12 +109,14 @@ def as_json(blocks: Sequence[Block], options: Mapping[str, object], notes: Seque
         for block in blocks
         for line in block.lines
     ]
-    said = [{"what": block.what, "note": note} for block in blocks for note in block.notes]
+    notes = [{"what": block.what, "note": note} for block in blocks for note in block.notes]
+    doubted = [{"what": block.what, "doubt": doubt} for block in blocks for doubt in block.doubts]
     return {
         "machine": processor(),
         "system": platform.platform(),
         "versions": versions,
         "options": dict(options),
         "rows": rows,
-        "notes": said + [{"what": None, "note": note} for note in notes],
+        "notes": notes,
+        "doubts": doubted + [{"what": None, "doubt": doubt} for doubt in doubts],
     }

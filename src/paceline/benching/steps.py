@@ -7,7 +7,8 @@ the step of the module alone, taken in each round.
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,6 +107,7 @@ def steps_on_rank(
     torch.set_num_threads(threads)
     alone = subject.make(rank)
     check_that_it_fits(alone.module, copies=len(sides))
+    equalise(alone.module)
     unused = find_unused(rank, alone)
     trainings = {str(sides[0]): alone} | {
         str(side): wrapped(side, like(alone, subject.make(rank)), has_unused=bool(unused))
@@ -115,7 +117,7 @@ def steps_on_rank(
     decided = pace if isinstance(pace, Pace) else decide(pace, steps)
     seconds = samples(steps, rounds=decided.rounds, calls=decided.calls, warmups=WARMUPS, before=dist.barrier)
     compared = {str(side): trainings[str(side)] for side in sides if side.is_synchronised}
-    wrong = compare(rank, compared)
+    wrong = compare(rank, alone, compared)
     # torch's wrapper can hang if it outlives the group.
     del trainings, steps, compared
     gc.collect()
@@ -124,9 +126,26 @@ def steps_on_rank(
     return Measured(subject.what, Seconds(seconds), decided, len(trained), elements, unused, wrong)
 
 
+def equalise(module: nn.Module) -> None:
+    """Give all ranks the first one's values, as wrappers do."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+
+
 def wrapped(side: Side, training: Training, *, has_unused: bool) -> Training:
     """The same training with the side's wrapper around the module."""
-    return replace(training, module=side.wrap(training.module, has_unused=has_unused))
+    with naming(str(side)):
+        return replace(training, module=side.wrap(training.module, has_unused=has_unused))
+
+
+@contextmanager
+def naming(side: str) -> Iterator[None]:
+    """Have what is raised say on which side it was: the others may do well with the model."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"this was raised under: {side}")
+        raise
 
 
 def like(first: Training, other: Training) -> Training:
@@ -152,9 +171,10 @@ def find_unused(rank: int, training: Training) -> list[str]:
 
 def warm_up(steps: Mapping[str, Step]) -> None:
     """Take the steps that are not like those that follow."""
-    for step in steps.values():
-        for _ in range(WARMUPS):
-            step()
+    for side, step in steps.items():
+        with naming(side):
+            for _ in range(WARMUPS):
+                step()
 
 
 def decide(budget: Budget, steps: Mapping[str, Step]) -> Pace:

@@ -28,7 +28,9 @@ def show_steps(block: Block, console: Console) -> None:
         table.add_row(escape(line.side), _figures(line.seconds, scale), adds, _times(line))
     console.print(table)
     for note in block.notes:
-        console.print(escape(note), style="yellow" if note.startswith("do not") else None)
+        console.print(escape(note))
+    for doubt in block.doubts:
+        console.print(escape(doubt), style="bold yellow")
     console.print()
 
 

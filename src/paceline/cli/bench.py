@@ -1,6 +1,7 @@
 """``paceline bench``: torch against paceline on the user's machine, and on the user's model."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ QUICK_NAMES = ("tiny-layers", "conv")
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB)
 QUICK_SIZES = (4 * KB, MB)
 ROUNDS, QUICK_ROUNDS, QUICK_CALLS = 10, 3, 2
+# Load a core from which on a machine is busy; what an earlier run of ours has left is less.
+BUSY = 1.25
 # For each model.
 BUDGET, QUICK_BUDGET = Budget(20.0), Budget(0.5)
 MEMORY = "memory may have run out: each rank holds a copy of the model for each side"
@@ -69,7 +72,7 @@ class Found:
     steps: list[Measured] = field(default_factory=list)
     collectives: dict[Case, Seconds] = field(default_factory=dict)
     blocks: list[results.Block] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
 
 def _own(_: click.Context, __: click.Parameter, text: str | None) -> Own | None:
@@ -130,7 +133,7 @@ def bench(
     Gradients of all sides are compared, and the table says so if they differ. Exit codes: 0 measured,
     1 failed, 2 wrong usage.
     """
-    options, found = Options(ranks, own, quick, timeout), Found()
+    options, found = Options(ranks, own, quick, timeout), Found(doubts=_crowd())
     try:
         _measure(options, found)
     except RanksError as error:
@@ -145,6 +148,16 @@ def bench(
         raise click.ClickException(str(error)) from error
 
 
+def _crowd() -> list[str]:
+    """Word of others who use the cores, before we do."""
+    load, cores = os.getloadavg()[0], agent.cores()
+    if load <= BUSY * cores:
+        return []
+    return [
+        f"other programs kept this machine busy: the figures are rough (load: {load:.1f}, cores: {cores})"
+    ]
+
+
 def _measure(options: Options, found: Found) -> None:
     if options.own is not None:
         _time_model(options.own, options, found)
@@ -156,7 +169,7 @@ def _measure(options: Options, found: Found) -> None:
         except RanksError as error:
             if not isinstance(lacks := _cause(error), BenchError):
                 raise
-            found.notes.append(f"{MODELS[name].what} was left out: {lacks}")
+            found.doubts.append(f"{MODELS[name].what} was left out: {lacks}")
 
 
 def _time_all_reduces(options: Options, found: Found) -> None:
@@ -195,13 +208,13 @@ def _show(options: Options, found: Found) -> None:
     for block in found.blocks:
         if block.kind == "step":
             show_steps(block, console)
-    for note in found.notes:
-        console.print(note, markup=False)
+    for doubt in found.doubts:
+        console.print(doubt, style="bold yellow", markup=False)
 
 
 def _write(options: Options, found: Found, plot: Path | None, written: Path | None) -> None:
     if written is not None:
-        told = results.as_json(found.blocks, options.as_json(), found.notes)
+        told = results.as_json(found.blocks, options.as_json(), found.doubts)
         written.write_text(json.dumps(told, indent=2) + "\n")
         _say(f"figures: {written}")
     if plot is not None:
@@ -220,8 +233,11 @@ def _fail(error: RanksError) -> NoReturn:
     if isinstance(cause, OptionError | BenchError):
         _say(str(cause))
         sys.exit(EXIT_USAGE if isinstance(cause, OptionError) else EXIT_FAILED)
+    # A note has what a rank raised, with its traceback.
     notes = getattr(cause, "__notes__", [])
-    _say("\n".join(notes) if notes and not isinstance(cause, RankDiedError) else str(cause))
+    _say("\n".join(notes) if notes else str(cause))
+    if isinstance(cause, TimeoutError) and not notes:
+        _say("--timeout gives it longer")
     if isinstance(cause, RankDiedError) and "SIGKILL" in str(cause):
         _say(MEMORY)
     sys.exit(EXIT_FAILED)
