@@ -3,28 +3,15 @@
 python benchmarks/collectives.py [--collectives NAME ...] [--worlds N ...] [--sizes SIZE ...]
                                  [--sides NAME ...] [--rounds N] [--quick] [--json FILE] [--plot FILE]
 
-The sides, which take turns on the same ranks in one run:
-  gloo     torch.distributed on a gloo group
-  backend  torch.distributed on a group of the backend "paceline", with ordinary tensors
-  shared   paceline's own all-reduce, of tensors that live in shared memory, as DistributedDataParallel's
-           buckets do; there is none for the other collectives
-  floor    copy_ between two tensors of a rank's own, on all ranks at once, of as many bytes as a rank has to
-           read and write at least: for an all-reduce of N bytes it reads N (its slice of every rank's tensor)
-           and writes N (the result, in place of those)
-"gloo / shared: 20" says that gloo takes 20 times as long. A target is the issue's, for the sizes and worlds
-that it names; a figure without one is for information.
+The sides, and how they are timed and checked, are told in paceline.benching.collectives. "gloo / shared: 20"
+says that gloo takes 20 times as long. A target is the issue's, for the sizes and worlds that it names; a
+figure without one is for information.
 
-A size is what one rank holds of the larger of a collective's two tensors, of float32; a KB has 1,024 bytes.
-Each rank has one thread. A turn is many calls in a row, fewer of larger tensors; the ranks meet before it, by
-a call that is not timed, and it is over when the slowest rank is done. Figures are seconds a call: medians
-and quartiles over rounds; those of a ratio are of the rounds' ratios. With more ranks than cores, all sides
-wait for cores.
+Each rank has one thread. Figures are seconds a call: medians and quartiles over rounds; those of a ratio are
+of the rounds' ratios. With more ranks than cores, all sides wait for cores.
 
 The machine's bandwidth is that of a copy_ of 100 MB, larger than caches are, by one rank while the others
 sleep and by all at once; bytes read and bytes written both count, 10^9 of them a GB.
-
-Results are checked before and after a case is timed: equal to those of the first side to rounding, and
-paceline's equal on all ranks, and before and after, to the bit.
 """
 
 import argparse

@@ -30,8 +30,7 @@ class Off:
     excess: float
 
     def __str__(self) -> str:
-        by = f"by: {self.by:.2g} of its norm" if math.isfinite(self.by) else "not finite"
-        return f"(parameter: {self.parameter}, {by})"
+        return f"(parameter: {self.parameter}, by: {self.by:.2g} of its norm)"
 
 
 def compare(rank: int, alone: Training, sides: Mapping[str, Training]) -> str | None:
@@ -43,7 +42,8 @@ def compare(rank: int, alone: Training, sides: Mapping[str, Training]) -> str | 
     own = {name: None if grad is None else grad.clone() for name, grad in _gradients(alone.module).items()}
     alone.backward(rank)
     if (off := _worst(_off("itself", own, alone.module))) is not None:
-        return f"whether sides do the same work is unknown: with the same seeds, gradients differ {off}"
+        why = "with the same seeds, gradients differ" if math.isfinite(off.by) else "gradients are not finite"
+        return f"whether sides do the same work is unknown: {why} {off}"
     for training in sides.values():
         training.backward(rank)
     expected = {

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-HEAD, LINE = 40, 16
+# Sizes in pixels: what is above and below all sections, and room for a note.
+HEAD, LINE, LEAST_WIDTH = 40, 16, 640
 # Told apart by colour. Each with its dark mode's.
 COLOURS = (("#b04a12", "#f0915a"), ("#1f66b5", "#6fb0f5"), ("#12805c", "#4fcf9f"), ("#6d6d6d", "#a8a8a8"))
 
@@ -21,7 +22,7 @@ class Section:
 
 def write(path: Path, sections: Sequence[Section], *, title: str, note: str) -> None:
     """Put the sections below each other, between a title and a note."""
-    width = max(section.width for section in sections)
+    width = max(LEAST_WIDTH, *(section.width for section in sections))
     body, y = [f'<text x="{width / 2}" y="24" class="title">{escape(title)}</text>'], float(HEAD)
     for section in sections:
         x = (width - section.width) / 2
@@ -65,6 +66,6 @@ def _style(*, dark: bool) -> str:
         f".back{{fill:{back}}}text{{fill:{ink};font:12px sans-serif;text-anchor:middle}}"
         ".title{font-size:16px;font-weight:bold}.panel{font-size:13px;font-weight:bold}"
         ".tick{font-size:11px}.name{text-anchor:start}.up{text-anchor:end}.note{font-size:11px}"
-        f".whisker{{stroke:{ink};stroke-width:1.5;fill:none}}.bar{{stroke:none}}"
+        f".whisker{{stroke:{ink};stroke-width:1.5;fill:none}}"
         f".grid{{stroke:{grid};stroke-width:1}}.line{{fill:none;stroke-width:2}}.mark{{stroke-width:2}}{colours}"
     )

@@ -44,8 +44,7 @@ def show_collectives(blocks: Sequence[Block], console: Console) -> None:
             table.add_row("" if number else block.what, escape(line.side), time, _times(line))
         table.add_section()
     console.print(table)
-    console.print(LEGEND, style="dim")
-    console.print()
+    console.print(f"{LEGEND}\n", style="dim")
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

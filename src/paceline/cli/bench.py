@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,7 +103,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "-n", "--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks on this host."
 )
 @click.option(
-    "--model", "own", metavar="MODULE:FN", callback=_own, help="Measure a model of your own: see below."
+    "--model", "own", metavar="MODULE:FN", callback=_own, help="Measure a model of your own: see above."
 )
 @click.option("--quick", is_flag=True, help="Seconds instead of minutes: to see that all works.")
 @click.option("--plot", type=_FILE, callback=_drawable, help="Draw what was measured, as SVG.")
@@ -134,14 +134,19 @@ def bench(
     1 failed, 2 wrong usage.
     """
     options, found = Options(ranks, own, quick, timeout), Found(doubts=_crowd())
+    console = Console(highlight=False)
     try:
-        _measure(options, found)
+        for number, blocks in enumerate(_measured(options, found)):
+            if number == 0:
+                console.print(_head(options))
+            _show(blocks, console)
     except RanksError as error:
         _fail(error)
     except KeyboardInterrupt:
         _say("ended by SIGINT")
         sys.exit(EXIT_INTERRUPTED)
-    _show(options, found)
+    for doubt in found.doubts:
+        console.print(doubt, style="bold yellow", markup=False)
     try:
         _write(options, found, plot, written)
     except OSError as error:
@@ -158,33 +163,34 @@ def _crowd() -> list[str]:
     ]
 
 
-def _measure(options: Options, found: Found) -> None:
+def _measured(options: Options, found: Found) -> Iterator[Sequence[results.Block]]:
+    """What belongs together, as soon as it is measured."""
     if options.own is not None:
-        _time_model(options.own, options, found)
+        yield [_steps(options.own, options, found)]
         return
-    _time_all_reduces(options, found)
+    yield list(_all_reduces(options, found))
     for name in QUICK_NAMES if options.quick else NAMES:
         try:
-            _time_model(MODELS[name], options, found)
+            yield [_steps(MODELS[name], options, found)]
         except RanksError as error:
             if not isinstance(lacks := _cause(error), BenchError):
                 raise
             found.doubts.append(f"{MODELS[name].what} was left out: {lacks}")
 
 
-def _time_all_reduces(options: Options, found: Found) -> None:
+def _all_reduces(options: Options, found: Found) -> Iterator[results.Block]:
     with RankPool(options.ranks, timeout=options.timeout) as pool:
         sides = SIDES if all(pool.run(can_share)) else [side for side in SIDES if side != "shared"]
         for size in QUICK_SIZES if options.quick else SIZES:
             case = Case("all_reduce", options.ranks, size)
             _say(f"timing {case}")
             rounds, calls = (QUICK_ROUNDS, QUICK_CALLS) if options.quick else (ROUNDS, case.calls)
-            seconds = time_case(pool, case, sides, rounds=rounds, calls=calls)
-            found.collectives[case] = seconds
-            found.blocks.append(results.of_collective(case, seconds, calls=calls))
+            found.collectives[case] = time_case(pool, case, sides, rounds=rounds, calls=calls)
+            found.blocks.append(results.of_collective(case, found.collectives[case], calls=calls))
+            yield found.blocks[-1]
 
 
-def _time_model(subject: Subject, options: Options, found: Found) -> None:
+def _steps(subject: Subject, options: Options, found: Found) -> results.Block:
     _say(f"timing steps of {subject.what}")
     measured = time_steps(
         subject,
@@ -196,20 +202,21 @@ def _time_model(subject: Subject, options: Options, found: Found) -> None:
     )
     found.steps.append(measured)
     found.blocks.append(results.of_steps(measured))
+    return found.blocks[-1]
 
 
-def _show(options: Options, found: Found) -> None:
-    console = Console(highlight=False)
+def _head(options: Options) -> str:
     threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
-    console.print(f"{machine()}\n{options.ranks} ranks of {threads} each; medians (quartiles)\n")
-    collectives = [block for block in found.blocks if block.kind != "step"]
-    if collectives:
-        show_collectives(collectives, console)
-    for block in found.blocks:
-        if block.kind == "step":
+    ranks = f"{options.ranks} ranks of {threads} each"
+    return f"{machine()}\n{ranks}; medians (quartiles); times as fast as torch on gloo\n"
+
+
+def _show(blocks: Sequence[results.Block], console: Console) -> None:
+    if blocks[0].kind == "step":
+        for block in blocks:
             show_steps(block, console)
-    for doubt in found.doubts:
-        console.print(doubt, style="bold yellow", markup=False)
+    else:
+        show_collectives(blocks, console)
 
 
 def _write(options: Options, found: Found, plot: Path | None, written: Path | None) -> None:
