@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,9 +11,11 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 from running import paceline
+from torch import nn
 
 from paceline.benching import results
 from paceline.benching.measure import timing
+from paceline.benching.models import Model
 from paceline.benching.sides import ALONE
 from paceline.benching.steps import Budget, Measured, Pace, Seconds
 from paceline.cli import bench as command
@@ -96,7 +99,9 @@ def measured(*arguments: str) -> tuple[str, dict[str, Any]]:
 def test_our_models_are_measured_shown_drawn_and_written_down(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "QUICK_NAMES", ["tiny-layers"])
+    too_large = Model("a model of terabytes", partial(nn.Linear, 1, 2**40, device="meta"), (1,), 1)
+    monkeypatch.setitem(command.MODELS, "too-large", too_large)
+    monkeypatch.setattr(command, "QUICK_NAMES", ["too-large", "tiny-layers"])
     shown, written = measured("--plot", "plot.svg")
     assert {"machine", "versions", "options", "rows", "doubts"} <= set(written)
     assert written["options"] | {"threads": 1} == {
@@ -108,6 +113,9 @@ def test_our_models_are_measured_shown_drawn_and_written_down(
     assert {row["side"] for row in written["rows"] if row["kind"] == "all_reduce"} >= {"gloo", "backend"}
     for word in ("all-reduce", "4 KB", "step of 200 tiny layers", *SIDES, "times as fast"):
         assert word in shown
+    [left_out] = [each["doubt"] for each in written["doubts"] if "left out" in each["doubt"]]
+    assert left_out.startswith("a model of terabytes was left out: the model does not fit: 2 ranks")
+    assert "was left out" in shown
     assert max(map(len, shown.splitlines())) <= 80
     drawn = ElementTree.parse(here / "plot.svg")
     kinds = [
