@@ -74,7 +74,12 @@ def listed(): return Net(), [x()]
 def no_number(): return Net(), x(), lambda out: out
 def frozen(): return nn.ReLU(), x()
 def slow(): time.sleep(99)
-def huge(): return nn.Linear(1, 2**40, device="meta"), x()
+def lazy(): return nn.LazyLinear(4), x()
+def elsewhere(): return nn.Linear(4, 4, device="meta"), x()
+def huge():
+    net = nn.Linear(1, 1)
+    net.weight = nn.Parameter(torch.zeros(1).expand(2**40))
+    return net, x()
 """
 
 
@@ -165,7 +170,7 @@ def test_gradients_that_differ_are_told_and_not_hidden(model: str, words: str) -
         (["--model", "own_models"], 2, "module:fn or path/to/file.py:fn (given: own_models)"),
         (["--model", "missing.py:fn"], 2, "no such file (file: missing.py"),
         (["--model", "missing:fn"], 2, "no such module (module: missing"),
-        (["--model", "own_models:missing"], 2, "functions there: checkpoint, frozen,"),
+        (["--model", "own_models:missing"], 2, "functions there: checkpoint, elsewhere, frozen,"),
         (
             ["--model", "own_models:module_only"],
             2,
@@ -174,6 +179,8 @@ def test_gradients_that_differ_are_told_and_not_hidden(model: str, words: str) -
         (["--model", "own_models:listed"], 2, "a dict of keyword arguments (type: list)"),
         (["--model", "own_models:no_number"], 2, "a tensor of one element (shape: (2, 4))"),
         (["--model", "own_models:frozen"], 2, "no parameter to train (model: ReLU)"),
+        (["--model", "own_models:lazy"], 2, "call the model once"),
+        (["--model", "own_models:elsewhere"], 2, "measured on the CPU (parameter: weight, on: meta)"),
         (["--model", "own_models:huge"], 1, "the model does not fit: 2 ranks with 4 copies each"),
         (["--plot", "plot.png"], 2, "its name ends in .svg (given: plot.png)"),
         (["--json", "nowhere/figures.json"], 2, "no such folder (folder: nowhere"),

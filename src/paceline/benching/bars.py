@@ -12,7 +12,7 @@ from paceline.observe.words import milliseconds
 
 # Sizes in pixels: the longest bar, beside it the space for names and for figures, a bar's height and others.
 WIDTH, LEFT, RIGHT = 220, 132, 78
-BAR, GAP, TOP, BOTTOM = 16, 6, 34, 10
+BAR, GAP, TOP, BOTTOM = 16, 6, 34, 18
 
 
 @dataclass(frozen=True)

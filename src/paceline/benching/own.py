@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.benching.training import Training, natural_loss, seed_all
 from paceline.errors import OptionError
@@ -102,13 +103,23 @@ def _training(made: Any, what: str) -> Training:
     module, inputs, *rest = made
     if not isinstance(module, nn.Module):
         raise OptionError(f"{what} must return {CONTRACT} (the first is a {type(module).__name__})")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise OptionError(f"the model has no parameter to train (model: {type(module).__name__})")
+    _check_parameters(module)
     loss = rest[0] if rest else None
     if loss is not None and not callable(loss):
         raise OptionError(f"the loss must be callable with the output (type: {type(loss).__name__})")
     args, kwargs = _arguments(inputs)
     return Training(module, args, kwargs, loss or natural_loss)
+
+
+def _check_parameters(module: nn.Module) -> None:
+    kind = type(module).__name__
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise OptionError(f"the model has no parameter to train (model: {kind})")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise OptionError(f"call the model once, so that it gets its shapes (without one: {name})")
+        if parameter.device.type != "cpu":
+            raise OptionError(f"models are measured on the CPU (parameter: {name}, on: {parameter.device})")
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
