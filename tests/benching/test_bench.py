@@ -1,8 +1,8 @@
 """``paceline bench`` on models of ours and of the user's: the table, the plot, JSON, and what goes wrong."""
 
 import json
+import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
-from running import paceline
 from torch import nn
 
 from paceline.benching import results
@@ -24,7 +23,7 @@ from paceline.cli.main import main
 SVG = "{http://www.w3.org/2000/svg}"
 SIDES = [str(ALONE), *map(str, command.STEP_SIDES)]
 MODELS = """
-import os, time
+import os, signal, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +55,12 @@ class Moody(Net):
     def forward(self, x):
         return self.used(x) * (1 + os.urandom(1)[0])
 
+class Later(Net):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return self.used(x) + (self.spare(x) if self.calls < 5 else 0)
+
 class Picky(Net):
     def forward(self, x):
         if dist.get_rank() == 1:
@@ -68,12 +73,20 @@ def positional(): return Net(), (x(), 2.0), lambda out: out.abs().max()
 def keywords(): return Dict(), {"x": x(), "scale": 2.0}
 def reentrant(): return Reentrant(), x()
 def moody(): return Moody(), x()
+def later(): return Later(), x()
 def picky(): return Picky(), x()
 def module_only(): return Net()
 def listed(): return Net(), [x()]
 def no_number(): return Net(), x(), lambda out: out
 def frozen(): return nn.ReLU(), x()
 def slow(): time.sleep(99)
+def interrupting():
+    os.makedirs("ranks", exist_ok=True)
+    open(f"ranks/{os.getpid()}", "w").close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(int(os.environ["TO_INTERRUPT"]), signal.SIGINT)
+    time.sleep(99)
 def lazy(): return nn.LazyLinear(4), x()
 def elsewhere(): return nn.Linear(4, 4, device="meta"), x()
 def huge():
@@ -170,7 +183,11 @@ def test_gradients_that_differ_are_told_and_not_hidden(model: str, words: str) -
         (["--model", "own_models"], 2, "module:fn or path/to/file.py:fn (given: own_models)"),
         (["--model", "missing.py:fn"], 2, "no such file (file: missing.py"),
         (["--model", "missing:fn"], 2, "no such module (module: missing"),
-        (["--model", "own_models:missing"], 2, "functions there: checkpoint, elsewhere, frozen,"),
+        (
+            ["--model", "own_models:missing"],
+            2,
+            "functions there: checkpoint, elsewhere, frozen, huge, interrupting,",
+        ),
         (
             ["--model", "own_models:module_only"],
             2,
@@ -205,6 +222,14 @@ def test_a_model_that_raises_on_a_rank_is_told_once() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_what_one_side_raises_names_it() -> None:
+    result = bench("--model", "own_models:later")  # all is used in the first steps
+    assert result.exit_code == 1
+    assert "find_unused_parameters=True" in result.stderr
+    assert "this was raised under: torch" in result.stderr
+
+
+@pytest.mark.usefixtures("here")
 def test_a_model_that_takes_too_long_is_ended_and_its_place_told() -> None:
     result = bench("--model", "own_models:slow", "--timeout", "1")
     assert result.exit_code == 1
@@ -212,18 +237,17 @@ def test_a_model_that_takes_too_long_is_ended_and_its_place_told() -> None:
     assert "--timeout gives it longer" in result.stderr
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import time\ndef fn():\n    print('here', flush=True)\n    time.sleep(99)\n"
-    )
-    ran = paceline("bench", "--model", "slow:fn", folder=tmp_path, sends=[("here", signal.SIGINT)])
-    assert ran.code == 130
-    assert ran.stderr.endswith("ended by SIGINT\n")
-    # What has forked the ranks ends by itself, when it sees that nobody needs it.
-    until = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in ran.left):
-        assert time.monotonic() < until, ran.left
-        time.sleep(0.02)
+def test_an_interrupted_run_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TO_INTERRUPT", str(os.getpid()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = bench("--model", "own_models:interrupting")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("ended by SIGINT\n")
+    ranks = [Path("/proc", file.name) for file in (here / "ranks").iterdir()]
+    assert [rank.exists() for rank in ranks] == [False, False]
 
 
 @pytest.mark.parametrize(

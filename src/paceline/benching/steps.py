@@ -113,9 +113,10 @@ def steps_on_rank(
         str(side): wrapped(side, like(alone, subject.make(rank)), has_unused=bool(unused))
         for side in sides[1:]
     }
-    steps = {side: training.step() for side, training in trainings.items()}
+    steps = {side: naming(side)(training.step()) for side, training in trainings.items()}
+    warm_up(steps)
     decided = pace if isinstance(pace, Pace) else decide(pace, steps)
-    seconds = samples(steps, rounds=decided.rounds, calls=decided.calls, warmups=WARMUPS, before=dist.barrier)
+    seconds = samples(steps, rounds=decided.rounds, calls=decided.calls, before=dist.barrier)
     compared = {str(side): trainings[str(side)] for side in sides if side.is_synchronised}
     wrong = compare(rank, alone, compared)
     # torch's wrapper can hang if it outlives the group.
@@ -171,10 +172,9 @@ def find_unused(rank: int, training: Training) -> list[str]:
 
 def warm_up(steps: Mapping[str, Step]) -> None:
     """Take the steps that are not like those that follow."""
-    for side, step in steps.items():
-        with naming(side):
-            for _ in range(WARMUPS):
-                step()
+    for step in steps.values():
+        for _ in range(WARMUPS):
+            step()
 
 
 def decide(budget: Budget, steps: Mapping[str, Step]) -> Pace:
