@@ -16,10 +16,11 @@ from unittest import mock
 
 import torch
 import torch.nn.parallel.scatter_gather as torch_scatter_gather
-from measure import Row, Timing, interleave, report
+from aims import Row, report
 from torch import nn
 
 import paceline
+from paceline.benching.measure import Timing, interleave
 
 DEVICES = ["cpu", "cpu"]
 

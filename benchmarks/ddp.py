@@ -30,20 +30,21 @@ is of one moment. What comes and goes between two points, such as messages on th
 import argparse
 import ctypes
 import gc
-import importlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Row, Size, ratio, report, samples, size, slowest, timing
-from models import MODELS, TINY_PARAMETERS
-from torch import nn
+from aims import Row, report
 
+from paceline.benching.measure import Size, ratio, size, timing
+from paceline.benching.models import MODELS, TINY_PARAMETERS
+from paceline.benching.sides import ALONE, MEETING, SIDES, Side
+from paceline.benching.steps import Pace, Seconds, time_steps
+from paceline.benching.training import Training
 from paceline.testing import run_ranks
 
 WORLD = 2
@@ -57,131 +58,15 @@ STEP_TARGET = 1.0
 ADDED_TARGETS = {"tiny-layers": 1 / 8, "transformer": 1 / 5, "conv": 1 / 5, "mlp": 1 / 4}
 # paceline's peak of memory, in that of torch with views.
 MEMORY_TARGET = 1.0
-# torch settles its buckets after the first step.
-WARMUPS = 3
 TIMEOUT_SECONDS = 3600.0
-# Steps must cost what they cost in training, but no model may run off in hundreds of them.
-LEARNING_RATE = 1e-6
-GRADIENT_TOLERANCE = 1e-3
-
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of those that are compared: a wrapper, what it reduces through, and how it keeps gradients."""
-
-    wrapper: str
-    through: str | None = None
-    views: bool = False
-
-    def __str__(self) -> str:
-        through = {None: "", "backend": "-on-paceline", "c10d": "-c10d"}[self.through]
-        return f"{self.wrapper}{through}{'-views' if self.views else ''}"
-
-    @property
-    def is_base(self) -> bool:
-        """Whether it is what others are compared with: torch's wrapper on gloo."""
-        return self.wrapper == "torch" and self.through is None
-
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """Put the wrapper around the module."""
-        if self == ALONE:
-            return module
-        if self == MEETING:
-            group = dist.new_group(backend="paceline")
-            first = next(module.parameters())  # whose gradient comes last
-            first.register_post_accumulate_grad_hook(lambda _: dist.barrier(group))
-            return module
-        options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
-        if self.through == "backend":
-            options["process_group"] = dist.new_group(backend="paceline")
-        elif self.through == "c10d":
-            options["transport"] = "c10d"
-        # By name, so that either wrapper can be measured without the other.
-        wrapper = importlib.import_module(f"{self.wrapper}.nn.parallel").DistributedDataParallel
-        wrapped: nn.Module = wrapper(module, **options)
-        return wrapped
-
-
-ALONE = Side("the module alone")
-MEETING = Side("meeting")
-_PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
-SIDES = {
-    str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
-} | {str(MEETING): MEETING}
 # torch in both modes, and the others as they come.
 DEFAULT_SIDES = ("torch", "torch-views", "torch-on-paceline", "paceline", "paceline-c10d", "meeting")
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """A model's step on each side, a value a round."""
-
-    of: Mapping[str, Sequence[float]]
-
-    def added(self, side: Side, *, parts: int = 1) -> list[float]:
-        """What the wrapper adds to the module's own step, as a share of so many parts."""
-        pairs = zip(self.of[str(side)], self.of[str(ALONE)], strict=True)
-        return [(ours - alone) / parts for ours, alone in pairs]
-
-
-def time_steps(name: str, sides: Sequence[Side], rounds: int, calls: int) -> Seconds:
-    args = (name, [ALONE, *sides], rounds, calls)
-    return Seconds(slowest(run_ranks(steps_on_rank, WORLD, args=args, timeout=TIMEOUT_SECONDS)))
-
-
-def steps_on_rank(
-    rank: int, name: str, sides: Sequence[Side], rounds: int, calls: int
-) -> dict[str, list[float]]:
-    batch = make_batch(rank, name)
-    modules = {str(side): side.wrap(make_module(name)) for side in sides}
-    steps = {side: stepper(module, batch) for side, module in modules.items()}
-    seconds = samples(steps, rounds=rounds, calls=calls, warmups=WARMUPS, before=dist.barrier)
-    check_same_gradients([modules[str(side)] for side in sides if side not in (ALONE, MEETING)])
-    # torch's wrapper can hang if it outlives the group.
-    del modules, steps
-    gc.collect()
-    return seconds
-
-
-def make_batch(rank: int, name: str) -> torch.Tensor:
-    torch.manual_seed(rank)
-    return torch.randn(MODELS[name].shape)
-
-
-def make_module(name: str) -> nn.Module:
-    """The same module each time, on each rank."""
-    torch.manual_seed(0)
-    return MODELS[name].make()
-
-
-def stepper(module: nn.Module, batch: torch.Tensor, point: Callable[[], None] = lambda: None) -> Step:
-    """A step of the module; ``point`` is called after each of its parts."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, foreach=True)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss = module(batch).square().mean()
-        point()
-        loss.backward()
-        point()
-        optimizer.step()
-        point()
-
-    return step
-
-
-def check_same_gradients(modules: Sequence[nn.Module]) -> None:
-    """Make sure that the wrappers did the same work: each has taken the same steps from the same start."""
-    first, *others = modules
-    for other in others:
-        for (name, theirs), ours in zip(first.named_parameters(), other.parameters(), strict=True):
-            assert theirs.grad is not None
-            assert ours.grad is not None
-            # By the norm: ranks have other batches, so gradients that were not averaged are far off.
-            off = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
-            assert off < GRADIENT_TOLERANCE, f"gradients differ (parameter: {name}, by: {off:.3g})"
+def time_model(name: str, sides: Sequence[Side], pace: Pace) -> Seconds:
+    measured = time_steps(MODELS[name], sides, pace, world=WORLD, timeout=TIMEOUT_SECONDS)
+    assert measured.wrong is None, measured.wrong
+    return measured.seconds
 
 
 def peak_memory(name: str, sides: Sequence[Side], runs: int) -> dict[Side, Size]:
@@ -199,8 +84,9 @@ def peak(name: str, side: Side) -> int:
 
 def held_on_rank(rank: int, name: str, side: Side) -> list[int]:
     """What this rank holds before its module is wrapped, and at each point of the steps after that."""
-    batch, module = make_batch(rank, name), make_module(name)
-    load_code(module, batch)
+    training = MODELS[name].make(rank)
+    module = training.module
+    load_code(training)
     held: list[int] = []
 
     def point() -> None:
@@ -211,23 +97,23 @@ def held_on_rank(rank: int, name: str, side: Side) -> list[int]:
 
     meeting = dist.new_group(backend="gloo")
     point()
-    wrapped = side.wrap(module)
+    wrapped = replace(training, module=side.wrap(module))
     parameters = list(module.parameters())
     for parameter in parameters[:: math.ceil(len(parameters) / MEMORY_GRADIENTS)]:
         parameter.register_hook(lambda _: point())
-    step = stepper(wrapped, batch, point)
+    step = wrapped.step(point)
     for _ in range(MEMORY_STEPS):
         step()
-    # As in steps_on_rank.
+    # torch's wrapper can hang if it outlives the group.
     del wrapped, step
     gc.collect()
     return held
 
 
-def load_code(module: nn.Module, batch: torch.Tensor) -> None:
+def load_code(training: Training) -> None:
     """Have the libraries that a step needs in memory, and nothing else that it leaves behind."""
-    stepper(module, batch)()
-    module.zero_grad(set_to_none=True)
+    training.step()()
+    training.module.zero_grad(set_to_none=True)
     dist.all_reduce(torch.zeros(1))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -318,7 +204,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         for name in arguments.models:
             print(f"timing {MODELS[name].what}", file=sys.stderr)
             calls = 1 if arguments.quick else MODELS[name].steps
-            measured[name] = time_steps(name, arguments.sides, arguments.rounds, calls)
+            measured[name] = time_model(name, arguments.sides, Pace(arguments.rounds, calls))
             rows += step_rows(name, measured[name], arguments.sides)
             rows += added_rows(name, measured[name], arguments.sides)
         rows += parameter_rows(measured, arguments.sides)

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from aims import Row, report
 from digits_training import HOOKS, accuracy_on_rank
 from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
-from measure import Row, Size, machine, report, samples, size, timing
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -32,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import paceline
 from paceline import hooks
+from paceline.benching.measure import Size, machine, samples, size, timing
 from paceline.testing import RankPool, run_ranks
 from paceline.testing.hosts import Hosts, why_not
 

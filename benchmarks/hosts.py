@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from aims import Row, report
 from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
-from measure import Row, report, samples, size, timing
-from models import MODELS, Model
 from torch import nn
 
 import paceline
+from paceline.benching.measure import samples, size, timing
+from paceline.benching.models import MODELS, Model
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts, why_not
 
@@ -49,8 +50,8 @@ LINKED = {
 def wrap(side: str, model: Model) -> nn.Module:
     torch.manual_seed(0)
     if side == TORCH:
-        return torch.nn.parallel.DistributedDataParallel(model.make())
-    return paceline.DistributedDataParallel(model.make())
+        return torch.nn.parallel.DistributedDataParallel(model.build())
+    return paceline.DistributedDataParallel(model.build())
 
 
 def steps_on_rank(rank: int, hosts: Hosts, name: str, rounds: int) -> Counts:
@@ -97,7 +98,7 @@ def time_row(what: str, seconds: Mapping[str, Sequence[float]]) -> Row:
 
 
 def bytes_row(what: str, name: str, ranks: Sequence[Counts]) -> Row:
-    least = sum(parameter.nbytes for parameter in LINKED[name].make().parameters())
+    least = sum(parameter.nbytes for parameter in LINKED[name].build().parameters())
     sent = {
         side: max((size(rank[1][side]) for rank in ranks), key=lambda each: each.median)
         for side in (TORCH, PACELINE)

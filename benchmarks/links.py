@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from measure import Timing, timing
 from torch import nn
 
+from paceline.benching.measure import Timing, timing
 from paceline.testing.hosts import sent_bytes
 
-# As in ddp.py.
+# Steps must cost what they cost in training, but no model may run off.
 LEARNING_RATE = 1e-6
 
 Step = Callable[[], None]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measure import Row, Timing, interleave, report
+from aims import Row, report
 from torch.multiprocessing.spawn import spawn
 
+from paceline.benching.measure import Timing, interleave
 from paceline.testing import RankPool, run_ranks
 
 WORLD = 2

@@ -13,15 +13,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from ddp import WARMUPS, make_batch, make_module, stepper
-from measure import Row, ratio, report, samples, slowest, timing
-from models import MODELS
+from aims import Row, report
+from torch import nn
 
 import paceline
+from paceline.benching.measure import ratio, samples, slowest, timing
+from paceline.benching.models import MODELS
+from paceline.benching.steps import WARMUPS
 from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
 from paceline.testing import run_ranks
 
@@ -58,23 +61,23 @@ for _name in STEPWISE:
     setattr(Silent, _name, _nothing)
 
 
-def wrap(name: str, side: str) -> paceline.DistributedDataParallel:
+def wrap(module: nn.Module, side: str) -> paceline.DistributedDataParallel:
     recorder = Recorder if side == RECORDED else Silent
     with mock.patch("paceline.reducer.reducer.Recorder", recorder):
-        return paceline.DistributedDataParallel(make_module(name))
+        return paceline.DistributedDataParallel(module)
 
 
 def measure_on_rank(rank: int, name: str, rounds: int, calls: int, folder: str) -> dict[str, list[float]]:
     """Seconds a step on either side, and of the recorder alone, a value a round."""
     with mock.patch.dict("os.environ", {"PACELINE_RECORD": folder}):
-        wrapped = {side: wrap(name, side) for side in (RECORDED, SILENT)}
-    batch = make_batch(rank, name)
-    steps = {side: stepper(module, batch) for side, module in wrapped.items()}
+        trainings = {side: MODELS[name].make(rank) for side in (RECORDED, SILENT)}
+        wrapped = {side: wrap(training.module, side) for side, training in trainings.items()}
+    steps = {side: replace(trainings[side], module=module).step() for side, module in wrapped.items()}
     seconds = samples(steps, rounds=rounds, calls=calls, warmups=WARMUPS, before=dist.barrier)
     alone = stamper(wrapped[RECORDED])
     dist.barrier()
     seconds["alone"] = [_seconds(alone) for _ in range(max(3, rounds // 4))]
-    del wrapped, steps, alone
+    del trainings, wrapped, steps, alone
     gc.collect()
     return seconds
 

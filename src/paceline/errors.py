@@ -33,6 +33,7 @@ The tree, with the built-in types beside::
     ├── MissingPackageError (ImportError)    an extra that is not installed; names it
     ├── SamplesError (ValueError)            samples that came twice or not at all, or of another order
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
+    ├── BenchError (RuntimeError)            what cannot be measured here
     ├── LaunchError (RuntimeError)           a launched function failed on a rank; has its traceback
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
@@ -173,6 +174,10 @@ class SamplesError(PacelineError, ValueError):
 
 class ShardError(PacelineError, RuntimeError):
     """Optimizer state is asked for where it is not."""
+
+
+class BenchError(PacelineError, RuntimeError):
+    """What cannot be measured on this machine; the message says what it lacks."""
 
 
 class LaunchError(PacelineError, RuntimeError):

@@ -15,6 +15,8 @@ import recorder
 import torch
 import torch.distributed as dist
 
+from paceline.benching.collectives import Case, Exercise, check
+from paceline.benching.models import MODELS
 from paceline.testing import RankPool
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,9 +67,9 @@ def test_a_wrong_result_is_noticed() -> None:
 
 def wrong_sum(rank: int) -> None:
     data = torch.zeros(8)
-    right = collectives.Exercise(lambda: data.mul_(2), data, data)
-    wrong = collectives.Exercise(lambda: data.mul_(3), data, data)
-    collectives.check(rank, collectives.Case("reduce_scatter", 1, 32), {"gloo": right, "backend": wrong})
+    right = Exercise(lambda: data.mul_(2), data, data)
+    wrong = Exercise(lambda: data.mul_(3), data, data)
+    check(rank, Case("reduce_scatter", 1, 32), {"gloo": right, "backend": wrong})
 
 
 def test_results_that_differ_between_ranks_are_noticed(pool: RankPool) -> None:
@@ -76,10 +78,10 @@ def test_results_that_differ_between_ranks_are_noticed(pool: RankPool) -> None:
 
 def own_result_is_noticed(rank: int) -> bool:
     data = torch.zeros(8)
-    case = collectives.Case("all_reduce", 2, 32)
+    case = Case("all_reduce", 2, 32)
     try:
         # No collective at all: each rank keeps its own.
-        collectives.check(rank, case, {"backend": collectives.Exercise(lambda: None, data, data)})
+        check(rank, case, {"backend": Exercise(lambda: None, data, data)})
     except AssertionError as error:
         return "ranks have different results" in str(error)
     return False
@@ -88,14 +90,14 @@ def own_result_is_noticed(rank: int) -> bool:
 @pytest.mark.parametrize(
     ("case", "shared", "met"),
     [
-        (collectives.Case("all_reduce", 2, collectives.MB), 0.04, [True, True]),
-        (collectives.Case("all_reduce", 2, collectives.MB), 0.1, [False, False]),
-        (collectives.Case("all_reduce", 8, collectives.MB), 0.2, [True, None]),
-        (collectives.Case("broadcast", 2, collectives.MB), 0.04, [None, None]),
+        (Case("all_reduce", 2, collectives.MB), 0.04, [True, True]),
+        (Case("all_reduce", 2, collectives.MB), 0.1, [False, False]),
+        (Case("all_reduce", 8, collectives.MB), 0.2, [True, None]),
+        (Case("broadcast", 2, collectives.MB), 0.04, [None, None]),
     ],
     ids=str,
 )
-def test_targets_are_those_of_the_case(case: collectives.Case, shared: float, met: list[bool | None]) -> None:
+def test_targets_are_those_of_the_case(case: Case, shared: float, met: list[bool | None]) -> None:
     seconds = {"gloo": [1.0] * 3, "shared": [shared] * 3, "floor": [0.03] * 3}
     rows = collectives.case_rows(case, seconds)
     assert [row.figure for row in rows] == ["gloo / shared", "shared / floor"]
@@ -161,7 +163,7 @@ def held_more(_: int) -> tuple[int, int]:
 
 
 def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
-    gradients = ddp.WORLD * sum(p.numel() * 4 for p in ddp.make_module("tiny-layers").parameters())
+    gradients = ddp.WORLD * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
     assert ddp.peak("tiny-layers", ddp.SIDES["torch"]) > 2 * gradients
 
 

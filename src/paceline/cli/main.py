@@ -3,6 +3,7 @@
 import click
 
 import paceline
+from paceline.cli.bench import bench
 from paceline.cli.doctor import doctor
 from paceline.cli.report import report
 from paceline.cli.run import run
@@ -14,5 +15,5 @@ def main() -> None:
     """Train PyTorch models on several ranks, and see where the time goes."""
 
 
-for command in (run, report, doctor):
+for command in (run, report, doctor, bench):
     main.add_command(command)

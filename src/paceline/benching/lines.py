@@ -1,28 +1,27 @@
-"""A small plot of lines on logarithmic axes, as an SVG file that needs nothing else and follows dark mode."""
+"""Lines on logarithmic axes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
-from pathlib import Path
+
+from paceline.benching.svg import COLOURS, Section, spaced
 
 Points = Sequence[tuple[float, float]]
 
 # Sizes in pixels: a panel's plotted area, and the space around it.
 WIDTH, HEIGHT = 350, 240
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 34, 46
-HEAD, LINE = 64, 16
+LEGEND = 24
 MARK = 4.0
-
-# Told apart by colour, and without it by the shapes of their marks. Each colour with its dark mode's.
-COLOURS = (("#b04a12", "#f0915a"), ("#1f66b5", "#6fb0f5"), ("#12805c", "#4fcf9f"), ("#6d6d6d", "#a8a8a8"))
+# Lines are told apart by colour, and without it by the shapes of their marks.
 SHAPES = ("circle", "square", "diamond", "cross")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the plot's pictures: a line for each name."""
+    """One of several pictures beside each other: a line for each name."""
 
     title: str
     lines: Mapping[str, Points]
@@ -42,17 +41,14 @@ class Axis:
         return math.log(value / self.low) / math.log(self.high / self.low)
 
 
-def write(
-    path: Path,
+def section(
     panels: Sequence[Panel],
     names: Sequence[str],
     *,
-    title: str,
-    note: str,
     x: tuple[str, Callable[[float], str]],
     y: tuple[str, Callable[[float], str]],
     columns: int,
-) -> None:
+) -> Section:
     """Draw the panels on the same axes, so many in a row; an axis is its label and how its values read.
 
     The names are those that a line may have; a name's colour is by its place among them.
@@ -61,16 +57,9 @@ def write(
     across, up = _values_axis(*x, [a for a, _ in points]), _decades_axis(*y, [b for _, b in points])
     rows = math.ceil(len(panels) / columns)
     width = columns * (LEFT + WIDTH + RIGHT)
-    height = HEAD + rows * (TOP + HEIGHT + BOTTOM) + LINE
-    body = [
-        f'<text x="{width / 2}" y="24" class="title">{escape(title)}</text>',
-        *_legend({name: names.index(name) for panel in panels for name in panel.lines}, width),
-        *chain.from_iterable(
-            _panel(panel, number, columns, names, across, up) for number, panel in enumerate(panels)
-        ),
-        f'<text x="{width / 2}" y="{height - 8}" class="note">{escape(note)}</text>',
-    ]
-    path.write_text(_document(body, width, height))
+    drawn = (_panel(panel, number, columns, names, across, up) for number, panel in enumerate(panels))
+    legend = _legend({name: names.index(name) for panel in panels for name in panel.lines}, width)
+    return Section([*legend, *chain.from_iterable(drawn)], width, LEGEND + rows * (TOP + HEIGHT + BOTTOM))
 
 
 def _values_axis(label: str, text: Callable[[float], str], values: Sequence[float]) -> Axis:
@@ -92,7 +81,7 @@ def _panel(
     panel: Panel, number: int, columns: int, names: Sequence[str], across: Axis, up: Axis
 ) -> Iterator[str]:
     row, column = divmod(number, columns)
-    left, top = column * (LEFT + WIDTH + RIGHT) + LEFT, HEAD + row * (TOP + HEIGHT + BOTTOM) + TOP
+    left, top = column * (LEFT + WIDTH + RIGHT) + LEFT, LEGEND + row * (TOP + HEIGHT + BOTTOM) + TOP
     yield f'<g transform="translate({left} {top})">'
     yield f'<text x="{WIDTH / 2}" y="-10" class="panel">{escape(panel.title)}</text>'
     for value, text in up.ticks.items():
@@ -113,13 +102,9 @@ def _panel(
 
 
 def _legend(names: Mapping[str, int], width: float) -> Iterator[str]:
-    """The names with their places in one line, in the middle."""
-    spaces = {name: 48 + 7 * len(name) for name in names}
-    x = (width - sum(spaces.values())) / 2
-    for name, index in names.items():
-        yield from _line([(x, 44), (x + 12, 44), (x + 24, 44)], index, marked=slice(1, 2))
-        yield f'<text x="{x + 30}" y="48" class="name">{escape(name)}</text>'
-        x += spaces[name]
+    for name, index, x in spaced(names, width):
+        yield from _line([(x, 4), (x + 12, 4), (x + 24, 4)], index, marked=slice(1, 2))
+        yield f'<text x="{x + 30}" y="8" class="name">{escape(name)}</text>'
 
 
 def _line(places: Points, index: int, *, marked: slice = slice(None)) -> Iterator[str]:
@@ -141,30 +126,3 @@ def _mark(shape: str, x: float, y: float) -> str:
             return f"M{x:.1f} {y - r - 1:.1f}l{r + 1} {r + 1}l{-r - 1} {r + 1}l{-r - 1} {-r - 1}Z"
         case _:
             return f"M{x - r:.1f} {y - r:.1f}l{2 * r} {2 * r}m0 {-2 * r}l{-2 * r} {2 * r}"
-
-
-def _document(body: Sequence[str], width: float, height: float) -> str:
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}">',
-            f"<style>{_style(dark=False)}@media (prefers-color-scheme: dark){{{_style(dark=True)}}}</style>",
-            '<rect width="100%" height="100%" class="back"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
-
-
-def _style(*, dark: bool) -> str:
-    back, ink, grid = ("#15181c", "#e4e6e8", "#3a3f45") if dark else ("#ffffff", "#1d2126", "#d9dde1")
-    colours = "".join(
-        f".c{index}{{stroke:{pair[dark]}}}.mark.c{index}{{fill:{pair[dark]}}}"
-        for index, pair in enumerate(COLOURS)
-    )
-    return (
-        f".back{{fill:{back}}}text{{fill:{ink};font:12px sans-serif;text-anchor:middle}}"
-        ".title{font-size:16px;font-weight:bold}.panel{font-size:13px;font-weight:bold}"
-        ".tick{font-size:11px}.name{text-anchor:start}.up{text-anchor:end}.note{font-size:11px}"
-        f".grid{{stroke:{grid};stroke-width:1}}.line{{fill:none;stroke-width:2}}.mark{{stroke-width:2}}{colours}"
-    )

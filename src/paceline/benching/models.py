@@ -1,4 +1,4 @@
-"""The models that benchmarks train: from many tiny parameters to a few large ones."""
+"""The models that are trained unless there is one of the user's: from many tiny parameters to a few large."""
 
 import itertools
 from collections.abc import Callable
@@ -8,16 +8,25 @@ from functools import partial
 import torch
 from torch import nn
 
+from paceline.benching.training import Training, natural_loss
+
 
 @dataclass(frozen=True)
 class Model:
-    """How to make a module, what it takes, and how many steps of it are timed in a row."""
+    """How to build a module, what it takes, and how many steps of it are timed in a row."""
 
     what: str
-    make: Callable[[], nn.Module]
+    build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     # Several for a small model, whose first step after another's finds colder caches than training does.
     steps: int
+
+    def make(self, rank: int) -> Training:
+        """The same module each time, on each rank, with the rank's own batch."""
+        torch.manual_seed(0)
+        module = self.build()
+        torch.manual_seed(rank)
+        return Training(module, (torch.randn(self.shape),), {}, natural_loss)
 
 
 class TinyParameters(nn.Module):
@@ -29,12 +38,14 @@ class TinyParameters(nn.Module):
         self.factors = nn.ParameterList(1 + 0.001 * torch.randn(16) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of the input and all parameters."""
         for factor in self.factors:
             x = x * factor
         return x
 
 
 def tiny_layers() -> nn.Module:
+    """200 linear layers in a row."""
     layers = [nn.Linear(64, 64) for _ in range(200)]
     for layer in layers:
         # Keeps lengths, so that gradients do not shrink to denormal numbers, which are slow.
@@ -43,18 +54,21 @@ def tiny_layers() -> nn.Module:
 
 
 def transformer() -> nn.Module:
+    """Encoder layers, whose parameters are of many sizes."""
     layers = [nn.TransformerEncoderLayer(320, 8, 1280, dropout=0.0, batch_first=True) for _ in range(8)]
     # Without a head, the last norm would make the mean square constant, and the gradients rounding errors.
     return nn.Sequential(*layers, nn.Linear(320, 64))
 
 
 def mlp() -> nn.Module:
+    """A few large layers."""
     sizes = (1024, 4096, 4096, 4096, 2048)
     layers = [(nn.Linear(ins, outs), nn.ReLU()) for ins, outs in itertools.pairwise(sizes)]
     return nn.Sequential(*itertools.chain.from_iterable(layers))
 
 
 def conv() -> nn.Module:
+    """Convolutions, with buffers that change in each step."""
     channels, strides = (3, 64, 64, 128, 128, 256, 256, 256), (1, 1, 2, 1, 2, 1, 1)
     blocks = [
         nn.Sequential(nn.Conv2d(ins, outs, 3, stride, 1, bias=False), nn.BatchNorm2d(outs), nn.ReLU())

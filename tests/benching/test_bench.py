@@ -1,0 +1,274 @@
+"""``paceline bench`` on models of ours and of the user's: the table, the plot, JSON, and what goes wrong."""
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from torch import nn
+
+from paceline.benching import results
+from paceline.benching.measure import timing
+from paceline.benching.models import Model
+from paceline.benching.sides import ALONE
+from paceline.benching.steps import Budget, Measured, Pace, Seconds
+from paceline.cli import bench as command
+from paceline.cli.main import main
+
+SVG = "{http://www.w3.org/2000/svg}"
+SIDES = [str(ALONE), *map(str, command.STEP_SIDES)]
+MODELS = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+
+    def forward(self, x, scale=1.0):
+        return self.drop(self.used(x * scale))
+
+class Dict(Net):
+    def forward(self, x, scale):
+        return {"loss": super().forward(x, scale).sum(), "other": x}
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+class Moody(Net):
+    def forward(self, x):
+        return self.used(x) * (1 + os.urandom(1)[0])
+
+class Later(Net):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return self.used(x) + (self.spare(x) if self.calls < 5 else 0)
+
+class Picky(Net):
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("not on this rank")
+        return super().forward(x)
+
+def x(): return torch.randn(2, 4)
+def tensor(): return nn.Linear(4, 4), x()
+def positional(): return Net(), (x(), 2.0), lambda out: out.abs().max()
+def keywords(): return Dict(), {"x": x(), "scale": 2.0}
+def reentrant(): return Reentrant(), x()
+def moody(): return Moody(), x()
+def later(): return Later(), x()
+def picky(): return Picky(), x()
+def module_only(): return Net()
+def listed(): return Net(), [x()]
+def no_number(): return Net(), x(), lambda out: out
+def frozen(): return nn.ReLU(), x()
+def slow(): time.sleep(99)
+def interrupting():
+    os.makedirs("ranks", exist_ok=True)
+    open(f"ranks/{os.getpid()}", "w").close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(int(os.environ["TO_INTERRUPT"]), signal.SIGINT)
+    time.sleep(99)
+def lazy(): return nn.LazyLinear(4), x()
+def elsewhere(): return nn.Linear(4, 4, device="meta"), x()
+def huge():
+    net = nn.Linear(1, 1)
+    net.weight = nn.Parameter(torch.zeros(1).expand(2**40))
+    return net, x()
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "--quick", *arguments], terminal_width=80)
+
+
+def measured(*arguments: str) -> tuple[str, dict[str, Any]]:
+    """What is printed, and what is written down."""
+    result = bench(*arguments, "--json", "figures.json")
+    assert result.exit_code == 0, result.output
+    return result.stdout, json.loads(Path("figures.json").read_text())
+
+
+def test_our_models_are_measured_shown_drawn_and_written_down(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_large = Model("a model of terabytes", partial(nn.Linear, 1, 2**40, device="meta"), (1,), 1)
+    monkeypatch.setitem(command.MODELS, "too-large", too_large)
+    monkeypatch.setattr(command, "QUICK_NAMES", ["too-large", "tiny-layers"])
+    shown, written = measured("--plot", "plot.svg")
+    assert {"machine", "versions", "options", "rows", "doubts"} <= set(written)
+    assert written["options"] | {"threads": 1} == {
+        "ranks": 2, "threads": 1, "model": None, "quick": True, "timeout": 600.0,
+    }  # fmt: skip
+    steps = [row for row in written["rows"] if row["kind"] == "step"]
+    assert [row["side"] for row in steps] == SIDES
+    assert all(row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"] for row in steps)
+    assert {row["side"] for row in written["rows"] if row["kind"] == "all_reduce"} >= {"gloo", "backend"}
+    for word in ("all-reduce", "4 KB", "step of 200 tiny layers", *SIDES, "times as fast"):
+        assert word in shown
+    [left_out] = [each["doubt"] for each in written["doubts"] if "left out" in each["doubt"]]
+    assert left_out.startswith("a model of terabytes was left out: the model does not fit: 2 ranks")
+    assert "was left out" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    drawn = ElementTree.parse(here / "plot.svg")
+    kinds = [
+        element.attrib.get("class", "").split()[0] for element in drawn.iter() if "class" in element.attrib
+    ]
+    assert kinds.count("bar") == len(steps)
+    assert kinds.count("line") > 0
+    assert "http" not in (here / "plot.svg").read_text().replace(SVG.strip("{}"), "")
+
+
+@pytest.mark.parametrize(
+    ("model", "unused"),
+    [("own_models:tensor", 0), ("own_models.py:positional", 2), ("./own_models.py:keywords", 2)],
+)
+@pytest.mark.usefixtures("here")
+def test_own_models_are_measured_whatever_their_inputs(model: str, unused: int) -> None:
+    shown, written = measured("--model", model)
+    assert [row["side"] for row in written["rows"]] == SIDES
+    assert {row["what"] for row in written["rows"]} == {model}
+    # Dropout and all: what is random is the same on all sides.
+    assert [doubt for doubt in written["doubts"] if doubt["what"]] == []
+    flagged = [note["note"] for note in written["notes"] if "find_unused_parameters=True" in note["note"]]
+    assert len(flagged) == bool(unused)
+    assert all(f"{unused} of 4 parameters" in note for note in flagged)
+    assert ("find_unused_parameters=True" in shown) is bool(unused)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("reentrant", "gradients are not the average of ranks' own, under: torch (parameter: layer."),
+        ("moody", "with the same seeds, gradients differ"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_gradients_that_differ_are_told_and_not_hidden(model: str, words: str) -> None:
+    shown, written = measured("--model", f"own_models:{model}")
+    [doubt] = [doubt["doubt"] for doubt in written["doubts"] if doubt["what"]]
+    assert words in doubt
+    assert "; paceline" not in doubt
+    assert doubt.split()[0] in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--model", "own_models"], 2, "module:fn or path/to/file.py:fn (given: own_models)"),
+        (["--model", "missing.py:fn"], 2, "no such file (file: missing.py"),
+        (["--model", "missing:fn"], 2, "no such module (module: missing"),
+        (
+            ["--model", "own_models:missing"],
+            2,
+            "functions there: checkpoint, elsewhere, frozen, huge, interrupting,",
+        ),
+        (
+            ["--model", "own_models:module_only"],
+            2,
+            "(module, inputs) or (module, inputs, loss) (returned: Net)",
+        ),
+        (["--model", "own_models:listed"], 2, "a dict of keyword arguments (type: list)"),
+        (["--model", "own_models:no_number"], 2, "a tensor of one element (shape: (2, 4))"),
+        (["--model", "own_models:frozen"], 2, "no parameter to train (model: ReLU)"),
+        (["--model", "own_models:lazy"], 2, "call the model once"),
+        (["--model", "own_models:elsewhere"], 2, "measured on the CPU (parameter: weight, on: meta)"),
+        (["--model", "own_models:huge"], 1, "the model does not fit: 2 ranks with 4 copies each"),
+        (["--plot", "plot.png"], 2, "its name ends in .svg (given: plot.png)"),
+        (["--json", "nowhere/figures.json"], 2, "no such folder (folder: nowhere"),
+        (["-n", "1"], 2, "1 is not in the range x>=2"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+@pytest.mark.usefixtures("here")
+def test_what_cannot_be_measured_is_named(arguments: list[str], code: int, words: str) -> None:
+    result = bench(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_raises_on_a_rank_is_told_once() -> None:
+    result = bench("--model", "own_models:picky")
+    assert result.exit_code == 1
+    assert "raised on rank 1" in result.stderr
+    assert result.stderr.count("ArithmeticError: not on this rank") == 1
+    assert result.stderr.count("Traceback") == 1
+
+
+@pytest.mark.usefixtures("here")
+def test_what_one_side_raises_names_it() -> None:
+    result = bench("--model", "own_models:later")  # all is used in the first steps
+    assert result.exit_code == 1
+    assert "find_unused_parameters=True" in result.stderr
+    assert "this was raised under: torch" in result.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_takes_too_long_is_ended_and_its_place_told() -> None:
+    result = bench("--model", "own_models:slow", "--timeout", "1")
+    assert result.exit_code == 1
+    assert "did not finish in time (timeout: 1.0 s)" in result.stderr
+    assert "--timeout gives it longer" in result.stderr
+
+
+def test_an_interrupted_run_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TO_INTERRUPT", str(os.getpid()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = bench("--model", "own_models:interrupting")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("ended by SIGINT\n")
+    ranks = [Path("/proc", file.name) for file in (here / "ranks").iterdir()]
+    assert [rank.exists() for rank in ranks] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("torch_step", "ours", "words"),
+    [
+        ([3.0, 3.0, 3.0], [1.5, 1.5, 1.5], "adds 2000 ms under torch and 500 ms under paceline: 0.25"),
+        ([3.0, 3.0, 3.0], [0.9, 1.1, 1.5], "under paceline what cannot be told from noise"),
+        ([0.5, 3.0, 3.0], [1.5, 1.5, 1.5], "adds cannot be told from noise"),
+    ],
+)
+def test_what_is_added_is_told_where_it_is_more_than_noise(
+    torch_step: list[float], ours: list[float], words: str
+) -> None:
+    of = dict(zip(SIDES, ([1.0] * 3, torch_step, ours, ours), strict=True))
+    block = results.of_steps(Measured("net", Seconds(of), Pace(3, 1), 2, 20, [], None))
+    assert words in block.notes[0]
+    assert block.lines[-1].times_as_fast == pytest.approx(timing(torch_step).median / timing(ours).median)
+
+
+@pytest.mark.parametrize(
+    ("step", "pace"), [(1e-4, Pace(40, 8)), (0.05, Pace(40, 1)), (0.5, Pace(10, 1)), (60.0, Pace(4, 1))]
+)
+def test_a_budget_is_kept_by_fewer_rounds(step: float, pace: Pace) -> None:
+    assert Budget(20.0).pace(step, 4 * step) == pace
