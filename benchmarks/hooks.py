@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from aims import Row, report
 from digits_training import HOOKS, accuracy_on_rank
-from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
+from links import Counts, by_turn, check_same_gradients, stepper
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import paceline
 from paceline import hooks
-from paceline.benching.measure import Size, machine, samples, size, timing
+from paceline.benching.measure import Size, machine, ratio, samples, size, slowest, timing
 from paceline.testing import RankPool, run_ranks
 from paceline.testing.hosts import Hosts, why_not
 
@@ -117,19 +117,19 @@ def link_rows(rate: str, rounds: int) -> list[Row]:
     with Hosts() as hosts:
         hosts.limit(rate)
         ranks = run_ranks(steps_on_rank, WORLD, args=(hosts, rounds), timeout=TIMEOUT_SECONDS, backend=None)
-    seconds = slowest(ranks)
+    seconds = slowest([seconds for seconds, _ in ranks])
     return [link_row(name, rate, seconds, size(ranks[0][1][name])) for name in seconds]
 
 
 def link_row(name: str, rate: str, seconds: Mapping[str, Sequence[float]], sent: Size) -> Row:
-    value, spread = ratio(seconds, name, BASE)
+    value, spread = ratio(seconds[name], seconds[BASE])
     return Row(
         f"{name} at {rate}",
         {"a step": timing(seconds[name]), "sent a step by a rank": sent},
         f"times {BASE}",
         value,
         None,
-        spread=(spread.low, spread.high),
+        spread=spread,
     )
 
 

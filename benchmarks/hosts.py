@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from aims import Row, report
-from links import Counts, by_turn, check_same_gradients, ratio, slowest, stepper
+from links import Counts, by_turn, check_same_gradients, stepper
 from torch import nn
 
 import paceline
-from paceline.benching.measure import samples, size, timing
+from paceline.benching.measure import ratio, samples, size, slowest, timing
 from paceline.benching.models import MODELS, Model
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts, why_not
@@ -82,18 +82,18 @@ def rows(name: str, rate: str, rounds: int) -> list[Row]:
             backend=None,
         )
     what = f"{LINKED[name].what} at {rate}"
-    return [time_row(what, slowest(ranks)), bytes_row(what, name, ranks)]
+    return [time_row(what, slowest([seconds for seconds, _ in ranks])), bytes_row(what, name, ranks)]
 
 
 def time_row(what: str, seconds: Mapping[str, Sequence[float]]) -> Row:
-    value, spread = ratio(seconds, PACELINE, TORCH)
+    value, spread = ratio(seconds[PACELINE], seconds[TORCH])
     return Row(
         what,
         {side: timing(values) for side, values in seconds.items()},
         "step time, times torch's",
         value,
         TARGET,
-        spread=(spread.low, spread.high),
+        spread=spread,
     )
 
 

@@ -1,12 +1,11 @@
 """Training steps over a link between network namespaces: their time, and the bytes that it counts."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from paceline.benching.measure import Timing, timing
 from paceline.testing.hosts import sent_bytes
 
 # Steps must cost what they cost in training, but no model may run off.
@@ -46,17 +45,3 @@ def check_same_gradients(first: nn.Module, *others: nn.Module) -> None:
             assert theirs.grad is not None
             assert ours.grad is not None
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-7)
-
-
-def slowest(ranks: Sequence[Counts]) -> dict[str, list[float]]:
-    """Seconds a step of each side, until the slowest rank was done."""
-    return {
-        name: [max(turn) for turn in zip(*(rank[0][name] for rank in ranks), strict=True)]
-        for name in ranks[0][0]
-    }
-
-
-def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> tuple[float, Timing]:
-    """A side's median in another's, and the quartiles of the rounds' ratios."""
-    spread = timing([ours / theirs for ours, theirs in zip(seconds[name], seconds[base], strict=True)])
-    return timing(seconds[name]).median / timing(seconds[base]).median, spread

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import collectives
 import ddp
+import hosts
 import pytest
 import recorder
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from paceline.benching.collectives import Case, Exercise, check
 from paceline.benching.models import MODELS
 from paceline.testing import RankPool
+from paceline.testing.hosts import why_not
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20
@@ -136,6 +138,17 @@ def test_the_recorder_is_timed_beside_one_that_does_nothing_and_alone(
     ]
     assert set(rows[what, "recorded / not, less 1"]["timings"]) == {"paceline", "without a recorder", "alone"}
     assert 0 < rows[what, "the recorder's own calls / step"]["value"] < 1
+
+
+def test_hosts_are_timed_and_what_crosses_between_them_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    rows = figures(hosts, monkeypatch, tmp_path / "rows.json", "--models", "linears")
+    what = "6.3M in six linear layers at 1gbit"
+    assert set(rows) == {(what, "step time, times torch's"), (what, "bytes a step, times the least")}
+    assert 1 <= rows[what, "bytes a step, times the least"]["value"] < 1.02
 
 
 def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:

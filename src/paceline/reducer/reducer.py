@@ -271,20 +271,6 @@ class Reducer(TorchNames):
         """How many buckets left in the last step."""
         return 0 if self._step is None else len(self._step.flight.pending)
 
-    def _get_local_used_map(self) -> Tensor:
-        """How many ranks used each trainable parameter in the last step; torch's name for it."""
-        assert self.summary is not None
-        used = [self.summary.used[slot] for slot in self.trainable_at_wrap]
-        return torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
-
-    def _run_allreduce_hook(self, bucket: Any) -> "torch.futures.Future[Any]":
-        """A future of the sum of a hook's bucket; torch's name for it, which its own hooks call."""
-        return self.group.all_reduce_future(bucket.buffer())
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether every step used the same parameters; torch's name for it."""
-        return self.ledger.steady
-
     def detach(self) -> None:
         """Take all hooks off the parameters."""
         self._detached = True
