@@ -20,8 +20,8 @@ _LEAST = 100_000
 _FEWEST = 8
 _FEWEST_OVER = 32
 _LONG = 0.05
-# What a rank does by itself; in the other parts it waits for others.
-_OWN = (Part.PASSES, Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.HANDING_OUT, Part.OPTIMIZER, Part.BETWEEN)
+# What a rank does by itself: in these it waits for others.
+_OWN: list[Part] = [part for part in Part if part not in (Part.BUFFERS, Part.WAITING, Part.COMMUNICATION)]
 
 
 class Meeting(enum.StrEnum):

@@ -26,9 +26,11 @@ class Part(enum.StrEnum):
     COMMUNICATION = "exposed communication"
     """Backward is over on all ranks, and the last bucket is not back."""
     HANDING_OUT = "handing out"
+    AFTER = "after backward"
+    """Before the optimizer: gradients are clipped, say."""
     OPTIMIZER = "optimizer"
     BETWEEN = "data and the rest"
-    """Before the next forward, and not in the optimizer."""
+    """Before the next forward."""
 
 
 Durations = Mapping[Part, Sequence[int]]
@@ -58,6 +60,7 @@ def _parts(row: Sequence[int], length: int, last_arrivals: Mapping[int, int]) ->
         waiting,
         exposed - waiting,
         _span(landed, end),
+        _span(end, optimizer),
         _span(optimizer, done),
     )
     return *spent, max(0, length - sum(spent))

@@ -6,7 +6,7 @@ const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "bac
   "optimizerStart", "optimizerEnd"];
 // Parts of a step, by their places in the findings.
 const PASSES = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED = 6, HANDING_OUT = 7,
-  OPTIMIZER = 8, BETWEEN = 9, PARTS = 10;
+  AFTER = 8, OPTIMIZER = 9, BETWEEN = 10, PARTS = 11;
 
 async function inflate(text) {
   const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -106,7 +106,7 @@ class Recording {
     return [
       [PASSES, begin, start], [BUFFERS, start, buffers], [FORWARD, synced, forward], [LOSS, forward, backward],
       [BACKWARD, backward, arrival], [WAITING, arrival, last], [EXPOSED, last, landed], [HANDING_OUT, landed, end],
-      [BETWEEN, end, at("optimizerStart")], [OPTIMIZER, at("optimizerStart"), optimizer],
+      [AFTER, end, at("optimizerStart")], [OPTIMIZER, at("optimizerStart"), optimizer],
       [BETWEEN, over, track.finish(row)],
     ].filter(([, from, to]) => to > from);
   }
