@@ -8,14 +8,20 @@ import venv
 from pathlib import Path
 
 import pytest
-from pages import ROOT, Command, commands, files, is_shown, link_repository
+from pages import ROOT, Command, commands, files, is_shown, link_repository, mentioned
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/from-data-parallel.md"]
 DEADLINE_SECONDS = 100
-# What is run elsewhere: the one in tests/project/test_examples.py, and the other has brought us here.
+# What takes long: the same, cut short. Of what make does, a whole run is elsewhere: the demo's in
+# tests/project/test_examples.py, conformance's in tests/conformance, and the others are steps of ./check.
 SHORTENED = {
+    "make conformance": "make --dry-run conformance",
     "make demo": "make --dry-run demo",
+    "make docs": "make --dry-run docs",
     "make test": "make --dry-run test",
+    "make torture": "python tests/support/torture_table.py --only 'tied weights'",
+    "python benchmarks/collectives.py": "python benchmarks/collectives.py --quick --worlds 2 --sizes 4KB",
+    "python benchmarks/ddp.py": "python benchmarks/ddp.py --quick --models tiny-layers --parts steps",
 }
 
 pytestmark = pytest.mark.timeout(600)
@@ -52,6 +58,12 @@ def test_its_commands_run_and_print_what_it_shows(
     assert told
     for command in told:
         run(command, folder, environment)
+
+
+def test_what_the_readme_mentions_runs_too(folder: Path, environment: dict[str, str]) -> None:
+    assert mentioned(ROOT / "docs/tutorial.md") == []
+    for line in mentioned(ROOT / "README.md"):
+        run(Command(line, 0, ()), folder, environment)
 
 
 def run(command: Command, folder: Path, environment: dict[str, str]) -> None:

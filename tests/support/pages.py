@@ -10,6 +10,7 @@ FENCE = re.compile(
 COMMENT = re.compile(r"\s+#\s+(?P<comment>.*)$")
 EXITS = re.compile(r"exits with (\d+)")
 ROOT = Path(__file__).parents[2]
+MENTIONED = re.compile(r"`((?:make|python|sudo|paceline \\w+) [^`]*)`")
 NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
@@ -46,6 +47,11 @@ def commands(page: Path) -> list[Command]:
             case "text":
                 told[-1] = Command(told[-1].line, told[-1].code, tuple(found["text"].splitlines()))
     return told
+
+
+def mentioned(page: Path) -> list[str]:
+    """Commands inside sentences and tables."""
+    return sorted(set(MENTIONED.findall(FENCE.sub("", page.read_text()))))
 
 
 def _command(line: str) -> Command:
