@@ -10,7 +10,7 @@ FENCE = re.compile(
 COMMENT = re.compile(r"\s+#\s+(?P<comment>.*)$")
 EXITS = re.compile(r"exits with (\d+)")
 ROOT = Path(__file__).parents[2]
-MENTIONED = re.compile(r"`((?:make|python|sudo|paceline \\w+) [^`]*)`")
+MENTIONED = re.compile(r"`((?:make|python|sudo|paceline \w+) [^`]*)`")
 NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
