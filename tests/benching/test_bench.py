@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,7 @@ def moody(): return Moody(), x()
 def later(): return Later(), x()
 def picky(): return Picky(), x()
 def module_only(): return Net()
+def talks(): return print("being made") or tensor()
 def listed(): return Net(), [x()]
 def no_number(): return Net(), x(), lambda out: out
 def frozen(): return nn.ReLU(), x()
@@ -210,6 +213,27 @@ def test_what_cannot_be_measured_is_named(arguments: list[str], code: int, words
     result = bench(*arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_model_prints_stays_out_of_the_tables() -> None:
+    program = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
+    done = subprocess.run(
+        [*program, "bench", "--quick", "--model", "own_models:talks"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "being made" in done.stderr
+    assert "being made" not in done.stdout
+
+
+@pytest.mark.usefixtures("here")
+def test_a_file_that_cannot_be_written_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    result = bench("--json", "figures.json")
+    assert (result.exit_code, result.stdout) == (command.EXIT_USAGE, "")
+    assert "it cannot be written (file: figures.json" in " ".join(result.stderr.split())
 
 
 @pytest.mark.usefixtures("here")

@@ -53,6 +53,16 @@ def steps_as_plain(rank: int, name: str, clip: bool) -> None:
     assert_equal(ours, theirs)
 
 
+def refuses_parameters(_: int) -> None:
+    parameters: Any = DistributedDataParallel(Net()).parameters()
+    with pytest.raises(OptionError, match=r"is given paceline's wrapper.*\(given: generator\)"):
+        ShardedOptimizer(parameters, torch.optim.Adam, lr=0.1)
+
+
+def test_parameters_in_the_wrappers_place_are_refused(ranks: RankPool) -> None:
+    ranks.run(refuses_parameters)
+
+
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_are_those_of_the_plain_optimizer(ranks: RankPool, name: str, clip: bool) -> None:

@@ -102,7 +102,7 @@ def _training(made: Any, what: str) -> Training:
         raise OptionError(f"{what} must return {CONTRACT} (returned: {given})")
     module, inputs, *rest = made
     if not isinstance(module, nn.Module):
-        raise OptionError(f"{what} must return {CONTRACT} (the first is a {type(module).__name__})")
+        raise OptionError(f"{what} must return {CONTRACT} (type of the first: {type(module).__name__})")
     _check_parameters(module)
     loss = rest[0] if rest else None
     if loss is not None and not callable(loss):

@@ -7,6 +7,7 @@ the step of the module alone, taken in each round.
 
 import gc
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -104,6 +105,7 @@ def steps_on_rank(
     rank: int, subject: Subject, sides: Sequence[Side], pace: Pace | Budget, threads: int
 ) -> Measured:
     """Time the sides, of which the first is the module alone."""
+    os.dup2(2, 1)  # stdout has the tables; what a user's model prints must not get between them
     torch.set_num_threads(threads)
     alone = subject.make(rank)
     check_that_it_fits(alone.module, copies=len(sides))

@@ -86,6 +86,8 @@ def _writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path 
     """Found out before minutes are spent on what is to be written."""
     if path is not None and not path.parent.is_dir():
         raise click.BadParameter(f"there is no such folder (folder: {path.parent}, here: {Path.cwd()})")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"it cannot be written (file: {path}, here: {Path.cwd()})")
     return path
 
 
@@ -225,8 +227,12 @@ def _write(options: Options, found: Found, plot: Path | None, written: Path | No
         written.write_text(json.dumps(told, indent=2) + "\n")
         _say(f"figures: {written}")
     if plot is not None:
-        svg.write(plot, _sections(found), title="torch and paceline", note=f"medians; {machine()}")
+        svg.write(plot, _sections(found), title="torch and paceline", note=_note(options))
         _say(f"plot: {plot}")
+
+
+def _note(options: Options) -> str:
+    return f"medians, thin lines: quartiles; {options.ranks} ranks; {machine()}"
 
 
 def _sections(found: Found) -> Sequence[svg.Section]:

@@ -48,6 +48,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         params: Iterable[Any] | None = None,
         **defaults: Any,
     ) -> None:
+        if not isinstance(wrapper, DistributedDataParallel):
+            # Parameters are what torch's optimizers, and its ZeroRedundancyOptimizer, take first.
+            raise OptionError(
+                "a ShardedOptimizer is given paceline's wrapper, and parameters behind the class: "
+                f"ShardedOptimizer(ddp, torch.optim.Adam, params, lr=...) (given: {type(wrapper).__name__})"
+            )
         self._wrapper = wrapper
         self._group = wrapper._group
         self._loads = [0] * self._group.size
