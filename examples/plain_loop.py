@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import DistributedDataParallel, ShardedOptimizer, ShardedSampler, gather_in_order
+from paceline import DistributedDataParallel, ShardedSampler, gather_in_order
 
 EPOCHS = 15
 BATCH = 32  # of each rank
@@ -32,13 +31,12 @@ def network() -> nn.Module:
 
 
 def train(model: DistributedDataParallel, data: TensorDataset) -> None:
-    # Shares of the state, so that a rank whose data is at its end can step along.
-    optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sampler = ShardedSampler(data)
     loader = DataLoader(data, BATCH, sampler=sampler)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # another order in each
-        with Join([model, optimizer]):  # some ranks may have a sample, and so a batch, more than others
+        with model.join():  # some ranks may have a sample, and so a batch, more than others
             for x, y in loader:
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)

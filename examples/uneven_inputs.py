@@ -32,7 +32,6 @@ def network() -> nn.Module:
 def train_together(batches: list[Batch]) -> nn.Module:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    # Plain SGD has no state. Where there is some: a ShardedOptimizer, in torch's Join([model, optimizer]).
     with model.join():
         for x, y in batches:
             optimizer.zero_grad()

@@ -20,8 +20,7 @@ class ShardedSampler(Sampler[int]):
 
     In the place of ``torch.utils.data.DistributedSampler``, with its names and, for the same seed and epoch,
     its order. That one repeats samples until all ranks have the same number; here some ranks may have one
-    sample more than others, so train in ``with ddp.join():``, weighing each batch by its samples; with an
-    optimizer that has state, in torch's ``Join([ddp, optimizer])``, where that is a ``ShardedOptimizer``.
+    sample more than others, so train in ``with ddp.join():``, weighing each batch by its samples.
 
     Ranks take from the epoch's order in turn. So after as many batches of the same size on every rank, the
     samples consumed are the front of the order, and any number of ranks can go on behind it:

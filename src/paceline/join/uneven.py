@@ -9,8 +9,10 @@ from paceline.comm.group import Group
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.errors import OptionError, StepError
 from paceline.join.attendance import Attendance, attend
+from paceline.join.moments import take_over, watch_optimizers
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.stats import Stats
+from paceline.tensors.dtensor import whole_parameter
 
 
 class Shadow(JoinHook):
@@ -50,6 +52,7 @@ class UnevenInputs(Joinable):
     reducer: Reducer
     forward_sync_buffers: bool
     require_forward_param_sync: bool
+    broadcast_bucket_size: int
     _group: Group
     _stats: Stats
     _use_python_reducer: bool
@@ -69,7 +72,8 @@ class UnevenInputs(Joinable):
         """Train in here with inputs that run out on some ranks before others.
 
         A rank without inputs takes part in the others' collectives with nothing; at the end every rank has
-        the model of one that had inputs to the last. Each synced forward needs its backward.
+        the model of one that had inputs to the last, and the state of its optimizers. Each synced forward
+        needs its backward.
 
         Args:
             divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
@@ -94,6 +98,7 @@ class UnevenInputs(Joinable):
             )
         self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         self._stats.joins_uneven_inputs = True
+        watch_optimizers()
         return Shadow(self)
 
     @property
@@ -129,10 +134,18 @@ class UnevenInputs(Joinable):
         raise StepError(f"{reason} (rank: {self._group.rank})")
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Make every rank's model that of the last rank which had inputs."""
+        """Make every rank's model, and its optimizers' state, that of the last rank which had inputs."""
         last = attend(self._group, self.device, active=is_last_joiner, synced=False)
         self._authoritative_rank = last.authority
         self._buffer_source = 0
         self.reducer.ranks = self._group.size
         self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
+        if len(last.active) < self._group.size:
+            take_over(
+                self._group,
+                [whole_parameter(each) for each in self.reducer.parameters],
+                self.device,
+                source=last.authority,
+                bytes_at_once=self.broadcast_bucket_size,
+            )
         leave(self)
