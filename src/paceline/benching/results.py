@@ -52,7 +52,7 @@ def of_steps(measured: Measured) -> Block:
         adds = timing([ours - alone for ours, alone in zip(of[side], of[str(ALONE)], strict=True)])
         lines.append(Line(side, timing(of[side]), adds, value, None if side == str(TORCH) else spread))
     pace = measured.pace
-    about = f"{measured.elements:,} parameters in {measured.tensors:,} tensors"
+    about = f"{measured.elements:,} parameters in {measured.tensors:,} tensor{'s' * (measured.tensors > 1)}"
     doubts = [] if measured.wrong is None else [measured.wrong]
     return Block("step", measured.what, lines, pace.rounds, pace.calls, about, _notes(measured), doubts)
 
