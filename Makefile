@@ -18,7 +18,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE:%=--ignore=%)
 
-# What users meet: the commands of the pages, and scripts of the libraries that they use. It starts some forty programs
+# What users meet: the commands of the pages, the examples, and the libraries that they use. It starts some forty programs
 # that import torch, and so takes minutes to show what seldom breaks.
 acceptance: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE)

@@ -13,7 +13,7 @@ from pages import ROOT, Command, commands, files, is_shown, link_repository, men
 PAGES = ["README.md", "docs/tutorial.md", "docs/from-data-parallel.md"]
 DEADLINE_SECONDS = 100
 # What takes long: the same, cut short. Of what make does, a whole run is elsewhere: the demo's in
-# tests/project/test_examples.py, conformance's in tests/conformance, and the others are steps of ./check.
+# test_examples.py, conformance's in tests/conformance, and the others are steps of ./check.
 SHORTENED = {
     "make conformance": "make --dry-run conformance",
     "make demo": "make --dry-run demo",
