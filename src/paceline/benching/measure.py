@@ -7,30 +7,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds a call: median and quartiles over rounds."""
+class Spread:
+    """The median and the quartiles of several values."""
 
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Those of the values, of which there must be two or more."""
+        low, median, high = statistics.quantiles(values, n=4)
+        return cls(median, low, high)
+
+
+class Timing(Spread):
+    """Seconds a call, over rounds."""
 
     def __str__(self) -> str:
         unit, scale = ("us", 1e6) if abs(self.median) < 1e-3 else ("ms", 1e3)
         return f"{self.median * scale:.1f} {unit} ({self.low * scale:.1f} to {self.high * scale:.1f})"
 
 
-@dataclass(frozen=True)
-class Size:
-    """Bytes: median and quartiles over runs."""
-
-    median: float
-    low: float
-    high: float
+class Size(Spread):
+    """Bytes, over runs."""
 
     def __str__(self) -> str:
         return f"{self.median / 1e6:.1f} MB ({self.low / 1e6:.1f} to {self.high / 1e6:.1f})"
@@ -86,16 +92,7 @@ def _time(call: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def timing(values: Sequence[float]) -> Timing:
-    """The median and the quartiles of the values, of which there must be two or more."""
-    low, median, high = statistics.quantiles(values, n=4)
-    return Timing(median, low, high)
-
-
-def size(values: Sequence[float]) -> Size:
-    """As ``timing``, of bytes."""
-    low, median, high = statistics.quantiles(values, n=4)
-    return Size(median, low, high)
+timing, size = Timing.of, Size.of
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -119,6 +119,12 @@ def take_over(
             _owed.append(_Owed([weakref.ref(parameter) for parameter in parameters], whole))
 
 
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of its parameters, whichever they are."""
+    # Names go with the parameters, of which a share has fewer.
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def _kind(optimizer: Optimizer, parameters: Sequence[Parameter | None]) -> Kind:
     slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
     groups = (
@@ -138,10 +144,7 @@ def _pack(optimizer: Optimizer, parameters: Sequence[Parameter], kind: Kind, ten
         tensors.append(part)
         return _Sent(len(tensors) - 1, part.shape, part.dtype, on_cpu=part.device.type == "cpu")
 
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
+    groups = [options(group) for group in optimizer.param_groups]
     slots = {slot: optimizer.state.get(parameters[slot], {}) for members in kind[1] for slot in members}
     return _State(kind, groups, slots).map(packed)
 

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from paceline.comm.joining import Join, Joinable, JoinHook, leave
 from paceline.distributed import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
-from paceline.optim.share_state import ShareState, options
+from paceline.join.moments import options
+from paceline.optim.share_state import ShareState
 from paceline.optim.shares import share_out
 from paceline.tensors.dtensor import local_of
 
