@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from paceline.benching.measure import Size, Timing, machine
+from paceline.tools.bench.measure import Size, Timing, machine
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 python benchmarks/collectives.py [--collectives NAME ...] [--worlds N ...] [--sizes SIZE ...]
                                  [--sides NAME ...] [--rounds N] [--quick] [--json FILE] [--plot FILE]
 
-The sides, and how they are timed and checked, are told in paceline.benching.collectives. "gloo / shared: 20"
-says that gloo takes 20 times as long. A target is the issue's, for the sizes and worlds that it names; a
+The sides, and how they are timed and checked, are told in paceline.tools.bench.collectives. "gloo / shared:
+20" says that gloo takes 20 times as long. A target is for the sizes and worlds that it names; a
 figure without one is for information.
 
 Each rank has one thread. Figures are seconds a call: medians and quartiles over rounds; those of a ratio are
@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from aims import Row, report
 
-from paceline.benching import svg
-from paceline.benching.collectives import (
+from paceline.testing import RankPool
+from paceline.tools.bench import svg
+from paceline.tools.bench.collectives import (
     COLLECTIVES,
     ITEM_BYTES,
     KB,
@@ -38,9 +39,8 @@ from paceline.benching.collectives import (
     sides_of,
     time_case,
 )
-from paceline.benching.drawing import of_collectives
-from paceline.benching.measure import machine, ratio, samples, slowest, timing
-from paceline.testing import RankPool
+from paceline.tools.bench.drawing import of_collectives
+from paceline.tools.bench.measure import machine, ratio, samples, slowest, timing
 
 WORLDS = (2, 4, 8)
 SIZES = (4 * KB, 64 * KB, 256 * KB, MB, 25 * MB, 100 * MB)

@@ -20,7 +20,7 @@ from aims import Row, report
 from torch import nn
 
 import paceline
-from paceline.benching.measure import Timing, interleave
+from paceline.tools.bench.measure import Timing, interleave
 
 DEVICES = ["cpu", "cpu"]
 

@@ -40,12 +40,12 @@ import torch
 import torch.distributed as dist
 from aims import Row, report
 
-from paceline.benching.measure import Size, ratio, size, timing
-from paceline.benching.models import MODELS, TINY_PARAMETERS
-from paceline.benching.sides import ALONE, MEETING, SIDES, Side
-from paceline.benching.steps import Pace, Seconds, time_steps
-from paceline.benching.training import Training
 from paceline.testing import run_ranks
+from paceline.tools.bench.measure import Size, ratio, size, timing
+from paceline.tools.bench.models import MODELS, TINY_PARAMETERS
+from paceline.tools.bench.sides import ALONE, MEETING, SIDES, Side
+from paceline.tools.bench.steps import Pace, Seconds, time_steps
+from paceline.tools.bench.training import Training
 
 WORLD = 2
 MEMORY_MODELS = ("mlp", "transformer")

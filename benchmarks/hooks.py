@@ -32,9 +32,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import paceline
 from paceline import hooks
-from paceline.benching.measure import Size, machine, ratio, samples, size, slowest, timing
 from paceline.testing import RankPool, run_ranks
 from paceline.testing.hosts import Hosts, why_not
+from paceline.tools.bench.measure import Size, machine, ratio, samples, size, slowest, timing
 
 WORLD = 2
 RATES = ("100mbit", "1gbit")

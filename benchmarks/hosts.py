@@ -22,10 +22,10 @@ from links import Counts, by_turn, check_same_gradients, stepper
 from torch import nn
 
 import paceline
-from paceline.benching.measure import ratio, samples, size, slowest, timing
-from paceline.benching.models import MODELS, Model
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts, why_not
+from paceline.tools.bench.measure import ratio, samples, size, slowest, timing
+from paceline.tools.bench.models import MODELS, Model
 
 HOSTS = 2
 RANKS = 2  # a host

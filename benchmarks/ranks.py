@@ -13,8 +13,8 @@ import torch.distributed as dist
 from aims import Row, report
 from torch.multiprocessing.spawn import spawn
 
-from paceline.benching.measure import Timing, interleave
 from paceline.testing import RankPool, run_ranks
+from paceline.tools.bench.measure import Timing, interleave
 
 WORLD = 2
 # Answers with its own rank. Being built in, it does not have the fresh ranks import this program.

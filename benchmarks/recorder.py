@@ -22,11 +22,11 @@ from aims import Row, report
 from torch import nn
 
 import paceline
-from paceline.benching.measure import ratio, samples, slowest, timing
-from paceline.benching.models import MODELS
-from paceline.benching.steps import WARMUPS
 from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
 from paceline.testing import run_ranks
+from paceline.tools.bench.measure import ratio, samples, slowest, timing
+from paceline.tools.bench.models import MODELS
+from paceline.tools.bench.steps import WARMUPS
 
 WORLD = 2
 TIMEOUT_SECONDS = 3600.0
@@ -63,7 +63,7 @@ for _name in STEPWISE:
 
 def wrap(module: nn.Module, side: str) -> paceline.DistributedDataParallel:
     recorder = Recorder if side == RECORDED else Silent
-    with mock.patch("paceline.reducer.reducer.Recorder", recorder):
+    with mock.patch("paceline.ddp.reducer.reducer.Recorder", recorder):
         return paceline.DistributedDataParallel(module)
 
 

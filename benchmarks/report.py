@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.observe.report import page, recorded
+from paceline.tools.report.report import page, recorded
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 

@@ -4,8 +4,12 @@ from paceline import hooks
 from paceline.comm.backend import process_group as _backend
 from paceline.data.gather import gather_in_order
 from paceline.data.sampler import ShardedSampler
-from paceline.data_parallel import DataParallel, data_parallel
-from paceline.distributed import DistributedDataParallel
+from paceline.data_parallel.parallel_apply import parallel_apply
+from paceline.data_parallel.replicate import replicate
+from paceline.data_parallel.scatter_gather import gather, scatter, scatter_kwargs
+from paceline.data_parallel.wrapper import DataParallel, data_parallel
+from paceline.ddp.state.precision import MixedPrecision
+from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import (
     BrokenHookError,
     CountError,
@@ -33,12 +37,8 @@ from paceline.errors import (
     WeightsError,
     WrapError,
 )
-from paceline.launching.function import launch
-from paceline.module_state.precision import MixedPrecision
 from paceline.optim.sharded import ShardedOptimizer
-from paceline.replicas.parallel_apply import parallel_apply
-from paceline.replicas.replicate import replicate
-from paceline.replicas.scatter_gather import gather, scatter, scatter_kwargs
+from paceline.tools.run.function import launch
 
 __version__ = "0.1.0.dev0"
 

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 from torch import nn
 
-from paceline.benching import results
-from paceline.benching.measure import timing
-from paceline.benching.models import Model
-from paceline.benching.sides import ALONE
-from paceline.benching.steps import Budget, Measured, Pace, Seconds
-from paceline.cli import bench as command
-from paceline.cli.main import main
+from paceline.tools.bench import command as command
+from paceline.tools.bench import results
+from paceline.tools.bench.measure import timing
+from paceline.tools.bench.models import Model
+from paceline.tools.bench.sides import ALONE
+from paceline.tools.bench.steps import Budget, Measured, Pace, Seconds
+from paceline.tools.main import main
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIDES = [str(ALONE), *map(str, command.STEP_SIDES)]
@@ -217,7 +217,7 @@ def test_what_cannot_be_measured_is_named(arguments: list[str], code: int, words
 
 @pytest.mark.usefixtures("here")
 def test_what_a_model_prints_stays_out_of_the_tables() -> None:
-    program = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
+    program = [sys.executable, "-c", "from paceline.tools.main import main; main()"]
     done = subprocess.run(
         [*program, "bench", "--quick", "--model", "own_models:talks"],
         capture_output=True,

@@ -8,12 +8,12 @@ import pytest
 from torch import distributed
 
 from paceline.comm.group import Group, default_process_group
-from paceline.diagnosis import clocks, cores, network, reach, script
-from paceline.diagnosis.asked import Target
-from paceline.diagnosis.board import Board
-from paceline.diagnosis.finding import Severity
-from paceline.diagnosis.probe import Outcome, attempt
 from paceline.testing import RankPool
+from paceline.tools.doctor import clocks, cores, network, reach, script
+from paceline.tools.doctor.asked import Target
+from paceline.tools.doctor.board import Board
+from paceline.tools.doctor.finding import Severity
+from paceline.tools.doctor.probe import Outcome, attempt
 
 
 def children() -> list[str]:

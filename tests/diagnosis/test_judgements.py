@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnosis import (
+from paceline.tools.doctor import (
     among,
     clocks,
     cores,
@@ -18,16 +18,16 @@ from paceline.diagnosis import (
     reach,
     software,
 )
-from paceline.diagnosis.asked import Asked, Endpoint
-from paceline.diagnosis.cores import Cores
-from paceline.diagnosis.files import Limit
-from paceline.diagnosis.finding import Finding, Severity, fault, has_faults, notice, ok, worst_first
-from paceline.diagnosis.memory import MIB, Memory
-from paceline.diagnosis.names import Resolved
-from paceline.diagnosis.network import Interface, Network
-from paceline.diagnosis.ports import Port
-from paceline.diagnosis.report import Report, merged
-from paceline.diagnosis.software import Software
+from paceline.tools.doctor.asked import Asked, Endpoint
+from paceline.tools.doctor.cores import Cores
+from paceline.tools.doctor.files import Limit
+from paceline.tools.doctor.finding import Finding, Severity, fault, has_faults, notice, ok, worst_first
+from paceline.tools.doctor.memory import MIB, Memory
+from paceline.tools.doctor.names import Resolved
+from paceline.tools.doctor.network import Interface, Network
+from paceline.tools.doctor.ports import Port
+from paceline.tools.doctor.report import Report, merged
+from paceline.tools.doctor.software import Software
 
 OK, NOTICE, FAULT = Severity.OK, Severity.NOTICE, Severity.FAULT
 LO = Interface("lo", ("127.0.0.1", "::1"), is_up=True)

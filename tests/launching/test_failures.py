@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launching.failures import Failure, folded, verdict, was_ended
+from paceline.tools.run.failures import Failure, folded, verdict, was_ended
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.launching.console import Console, Sink, Source
-from paceline.launching.lines import LONGEST_LINE, Lines
-from paceline.launching.output import Output, Stream
-from paceline.launching.status import Status
-from paceline.observe.live import Pace
+from paceline.tools.run.console import Console, Sink, Source
+from paceline.tools.run.lines import LONGEST_LINE, Lines
+from paceline.tools.run.live import Pace
+from paceline.tools.run.output import Output, Stream
+from paceline.tools.run.status import Status
 
 
 class Terminal(io.StringIO):
@@ -156,7 +156,7 @@ def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: p
     status = Status(Sink(Terminal()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 1.1, 1.5, 2.0, 2.5):
-        monkeypatch.setattr("paceline.launching.status.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("paceline.tools.run.status.time.monotonic", lambda now=now: now)
         told.append(status.due())
     assert told == [None, None, "step 3 · 12.5 steps/s · 800 r…", None, "step 4 · 12.5 steps/s · 800 r…"]
     assert status.last() == told[-1]
@@ -167,7 +167,7 @@ def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
     status = Status(Sink(io.StringIO()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 5.0, 11.5, 12.0):
-        monkeypatch.setattr("paceline.launching.status.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("paceline.tools.run.status.time.monotonic", lambda now=now: now)
         told.append(status.due())
     line = "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication hidden, rank 1 last, by 4 ms"
     assert told == [None, None, line.format(30), None]

@@ -55,12 +55,12 @@ def test_a_script_ends_with_the_parameters_that_torchrun_gives(tmp_path: Path) -
     ran = paceline("run", "--patch", "-n", "2", telling, plain, str(folders[1]), folder=tmp_path)
     assert ran.code == 0, ran.stderr
     said = [
-        "paceline.distributed paceline.distributed",
-        "paceline.data_parallel paceline.data_parallel paceline.data_parallel",
+        "paceline.ddp.wrapper paceline.ddp.wrapper",
+        "paceline.data_parallel.wrapper paceline.data_parallel.wrapper paceline.data_parallel.wrapper",
         "imported []",
-        "paceline.distributed",
+        "paceline.ddp.wrapper",
     ]
-    for rank, lines in enumerate([["spawned paceline.distributed", *said], said]):
+    for rank, lines in enumerate([["spawned paceline.ddp.wrapper", *said], said]):
         assert [line for line in ran.lines if line.startswith(f"[{rank}]")] == [
             f"[{rank}] {line}" for line in lines
         ]

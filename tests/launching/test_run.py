@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from running import paceline, script
 
-from paceline.launching import agent
-from paceline.launching.worker import FOLDER
 from paceline.recording.recorder import FOLDER_VARIABLE
+from paceline.tools.run import agent
+from paceline.tools.run.worker import FOLDER
 
 CORES = len(os.sched_getaffinity(0))
 FIRST = "if os.environ['RANK'] == '1':"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launching import worker
+from paceline.tools.run import worker
 
 SECONDS = 20
 

@@ -30,7 +30,7 @@ def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
     theirs, ours = (
         nets.fit(rank, strategy, getattr(nets, net)(), **options) for strategy in ("ddp", "paceline")
     )
-    assert (theirs.wrapper, ours.wrapper) == ("torch.nn.parallel.distributed", "paceline.distributed")
+    assert (theirs.wrapper, ours.wrapper) == ("torch.nn.parallel.distributed", "paceline.ddp.wrapper")
     assert_same(ours.values(), theirs.values())
     assert equal_on_all(ours.values())
     start = getattr(nets, net)().values()
@@ -147,7 +147,7 @@ def with_fabric(rank: int, strategy: str, folder: Path) -> list[Tensor]:
     network = nets.Net().layers
     model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), lr=0.1))
     name = type(model._forward_module).__module__
-    assert name == ("paceline.distributed" if strategy == "paceline" else "torch.nn.parallel.distributed")
+    assert name == ("paceline.ddp.wrapper" if strategy == "paceline" else "torch.nn.parallel.distributed")
     for number, batch in enumerate(nets.Batches(rank, [3] * nets.BATCHES).batches):
         with fabric.no_backward_sync(model, enabled=number % 2 == 0):
             fabric.backward(model(batch).square().mean())

@@ -11,7 +11,7 @@ from browser import open_browser, resize, set_scheme, show
 from recordings import Run, Slow, write
 from selenium.webdriver import Chrome
 
-from paceline.observe.report import page, recorded
+from paceline.tools.report.report import page, recorded
 
 WIDTH, HEIGHT = 1366, 1040
 RUN = Run(

@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from paceline.observe.report import page, recorded
+from paceline.tools.report.report import page, recorded
 
 pytestmark = pytest.mark.timeout(600)  # the first one may have to install the browser
 

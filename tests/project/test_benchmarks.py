@@ -16,10 +16,10 @@ import recorder
 import torch
 import torch.distributed as dist
 
-from paceline.benching.collectives import Case, Exercise, check
-from paceline.benching.models import MODELS
 from paceline.testing import RankPool
 from paceline.testing.hosts import why_not
+from paceline.tools.bench.collectives import Case, Exercise, check
+from paceline.tools.bench.models import MODELS
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20

@@ -44,14 +44,14 @@ def test_the_house_as_it_is_stands(house: Path) -> None:
 
 
 def test_an_import_from_a_floor_above_is_refused(house: Path) -> None:
-    append(house / "src/paceline/tensors/tree.py", "import paceline.data_parallel")
+    append(house / "src/paceline/tensors/tree.py", "import paceline.data_parallel.wrapper")
     result = lint_imports(house)
     assert result.returncode == 1
     assert "paceline.tensors is not allowed to import paceline.data_parallel" in result.stdout
 
 
 def test_an_import_cycle_inside_a_room_is_refused(house: Path) -> None:
-    append(house / "src/paceline/replicas/threads.py", "import paceline.replicas.backward")
+    append(house / "src/paceline/data_parallel/threads.py", "import paceline.data_parallel.backward")
     result = lint_imports(house)
     assert result.returncode == 1
     assert "No import cycles between siblings BROKEN" in result.stdout
@@ -66,7 +66,7 @@ def test_a_room_that_no_floor_lists_is_refused(house: Path) -> None:
 
 @pytest.mark.parametrize("line", ["import torch.distributed", "from torch import distributed"])
 def test_torch_distributed_is_refused_outside_comm(line: str) -> None:
-    result = ruff(f"{line}\n", "src/paceline/replicas/new.py")
+    result = ruff(f"{line}\n", "src/paceline/data_parallel/new.py")
     assert result.returncode == 1
     assert "imported only inside paceline.comm" in result.stdout
     assert ruff(f"{line}\n", "src/paceline/comm/new.py").returncode == 0

@@ -143,7 +143,7 @@ def test_every_name_has_its_row_and_every_place_and_test_exists() -> None:
 
 
 def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
-    surface = ast.parse((PACKAGE / "torch_surface.py").read_text())
+    surface = ast.parse((PACKAGE / "ddp/compat/torch_names.py").read_text())
     (loop,) = (each for each in surface.body if isinstance(each, ast.For))
     refused = {each.value for each in ast.walk(loop.iter) if isinstance(each, ast.Constant)}
     assert refused
@@ -151,7 +151,7 @@ def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
 
 
 RIGHT = (
-    "| `join` | job | `join/uneven.py::UnevenInputs.join` "
+    "| `join` | job | `ddp/join/uneven_inputs.py::UnevenInputs.join` "
     "| `tests/ranks/test_ddp_join.py::test_join_can_be_switched_off` |"
 )
 
@@ -160,13 +160,13 @@ RIGHT = (
     ("before", "after", "complaint"),
     [
         ("", "", None),
-        ("uneven.py", "attic.py", "there is no join/attic.py::UnevenInputs.join in paceline"),
-        (".join`", ".joint`", "there is no join/uneven.py::UnevenInputs.joint in paceline"),
+        ("uneven_inputs.py", "attic.py", "there is no ddp/join/attic.py::UnevenInputs.join in paceline"),
+        (".join`", ".joint`", "there is no ddp/join/uneven_inputs.py::UnevenInputs.joint in paceline"),
         ("test_ddp_join.py", "test_attic.py", "there is no test tests/ranks/test_attic.py::test_join_can"),
         ("_switched_off", "_switched_on", "there is no test tests/ranks/test_ddp_join.py::test_join_can_be_"),
         ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/test_ddp_join"),
         ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/test_ddp_join.py::in"),
-        ("`join/uneven.py::UnevenInputs.join`", "somewhere", "a row needs a name, a place and"),
+        ("`ddp/join/uneven_inputs.py::UnevenInputs.join`", "somewhere", "a row needs a name, a place and"),
         ("| job ", "", "a row needs a name, a place and a test"),
         ("`join`", "`joint`", "no row for join under 'Join'"),
     ],

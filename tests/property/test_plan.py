@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
+from paceline.ddp.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
 
 
 @st.composite

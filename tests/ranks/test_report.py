@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
-from paceline.cli.main import main
-from paceline.observe.lateness import Late
-from paceline.observe.report import recorded
 from paceline.testing import RankPool
+from paceline.tools.main import main
+from paceline.tools.report.lateness import Late
+from paceline.tools.report.report import recorded
 
 STEPS, SINCE, SECONDS = 40, 20, 0.03
 

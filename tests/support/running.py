@@ -12,7 +12,7 @@ from typing import NoReturn
 from paceline.testing import forkserver, run_ranks
 
 # What the command imports takes a quarter of a second, which each of its processes would spend anew.
-forkserver.PRELOADED = (*forkserver.PRELOADED, "paceline.cli.main")
+forkserver.PRELOADED = (*forkserver.PRELOADED, "paceline.tools.main")
 
 MARK = "PACELINE_TEST_FOLDER"
 TIMEOUT = 40.0
@@ -82,7 +82,7 @@ def _be_the_command(
         for number, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        from paceline.cli.main import main
+        from paceline.tools.main import main
 
         main(list(arguments), prog_name="paceline")
     except SystemExit as exit_:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.observe.advice import Facts, suggestions
-from paceline.observe.lateness import Late
-from paceline.observe.parts import Part
+from paceline.tools.report.advice import Facts, suggestions
+from paceline.tools.report.lateness import Late
+from paceline.tools.report.parts import Part
 
 MIB = 1 << 20
 PARTS = dict.fromkeys(Part, 0.0)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.clocks import Offset, offset
+from paceline.tools.report.clocks import Offset, offset
 
 
 def test_the_offset_is_the_middle_of_the_tightest_bounds() -> None:

@@ -7,11 +7,11 @@ import pytest
 from recordings import MIB, MS, Kind, Run, Slow, write
 
 from paceline.errors import RecordingError
-from paceline.observe.analysis import Findings, analyse
-from paceline.observe.lateness import behind, stretch
-from paceline.observe.runs import sections
 from paceline.recording.reader import read
 from paceline.recording.rows import Column
+from paceline.tools.report.analysis import Findings, analyse
+from paceline.tools.report.lateness import behind, stretch
+from paceline.tools.report.runs import sections
 
 Find = Callable[..., Findings]
 

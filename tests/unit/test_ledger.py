@@ -1,5 +1,5 @@
-from paceline.buckets.plan import Plan
-from paceline.reducer.ledger import Ledger, Schedule
+from paceline.ddp.buckets.plan import Plan
+from paceline.ddp.reducer.readiness import Ledger, Schedule
 
 PLAN = Plan(((0, 1), (2,)))
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.live import look, pace
 from paceline.recording.reader import Chapter
 from paceline.recording.rows import BucketColumn, Column, Kind, width
+from paceline.tools.run.live import look, pace
 
 MS = 1_000_000
 

@@ -1,9 +1,9 @@
 import pytest
 
-from paceline.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
+from paceline.ddp.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
+from paceline.ddp.reducer.planner import Planner
 from paceline.errors import OptionError
 from paceline.options import CapOptions
-from paceline.reducer.planner import Planner
 
 
 def slot(index: int, nbytes: int = 4, kind: str = "float", *, sparse: bool = False) -> Slot:

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import MS, Run, Slow, write
 
-from paceline.cli.main import main
-from paceline.observe.analysis import analyse
-from paceline.observe.packing import text
-from paceline.observe.report import page, recorded
-from paceline.observe.runs import sections
 from paceline.recording.reader import Chapter
 from paceline.recording.rows import Sum, width
+from paceline.tools.main import main
+from paceline.tools.report.analysis import analyse
+from paceline.tools.report.packing import text
+from paceline.tools.report.report import page, recorded
+from paceline.tools.report.runs import sections
 
 ABOUT = {
     "version": 1, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
@@ -94,8 +94,8 @@ def test_many_ranks_and_steps_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_page_has_no_more_numbers_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.observe.report._MOST_NUMBERS", 29 * 3 * 10)
-    monkeypatch.setattr("paceline.observe.report._MOST_RANKS", 3)
+    monkeypatch.setattr("paceline.tools.report.report._MOST_NUMBERS", 29 * 3 * 10)
+    monkeypatch.setattr("paceline.tools.report.report._MOST_RANKS", 3)
     found = recorded(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
     data = json.loads(re.search(r'application/json">(.*?)</script>', page(found))[1])
     assert data["sections"][0]["tracks"] == [{"rank": rank, "rows": 10, "sums": 60} for rank in (0, 1, 4)]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from paceline.reducer.waybill import Outcome, Report, Summary, Waybill
+from paceline.ddp.reducer.step_report import Outcome, Report, Summary, Waybill
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

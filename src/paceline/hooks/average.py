@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
+from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, Reduction
 
 

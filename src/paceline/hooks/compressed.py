@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import HookTypeError
 from paceline.hooks.average import as_real, averaged, work_type
 from paceline.hooks.compressors import Cast, Compressor, Integers, TopK
+from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, Reduction
 from paceline.hooks.memory import Memory, SharedMemory
 

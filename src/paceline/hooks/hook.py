@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import OptionError
+from paceline.hooks.grad_bucket import GradBucket
 
 # Yields each collective once it is in flight, is resumed with its result, and returns the averages.
 Reduction: TypeAlias = Generator[Pending, Any, Tensor]

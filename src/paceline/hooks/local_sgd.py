@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.errors import HookError, OptionError
 from paceline.hooks.average import as_real, averaged
+from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, Reduction
 from paceline.tensors.dtensor import local_of
 

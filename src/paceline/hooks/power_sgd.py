@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from paceline.buckets.grad_bucket import GradBucket
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import OptionError
 from paceline.hooks.average import averaged, work_type
+from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, Reduction
 from paceline.hooks.memory import Memory, Notes
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.distributed import DistributedDataParallel
+from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import MissingPackageError, OptionError
 
 try:

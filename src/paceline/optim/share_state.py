@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.join.moments import options
+from paceline.ddp.join.optimizer_state import options
 
 
 class ShareState:

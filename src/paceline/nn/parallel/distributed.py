@@ -1,5 +1,5 @@
 """Stands in for torch.nn.parallel.distributed."""
 
-from paceline.distributed import DistributedDataParallel
+from paceline.ddp.wrapper import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel"]

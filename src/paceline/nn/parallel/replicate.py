@@ -1,5 +1,5 @@
 """Stands in for torch.nn.parallel.replicate."""
 
-from paceline.replicas.replicate import replicate
+from paceline.data_parallel.replicate import replicate
 
 __all__ = ["replicate"]

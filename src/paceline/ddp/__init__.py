@@ -1,0 +1,1 @@
+"""DistributedDataParallel: one process per replica, gradients averaged across ranks while backward runs."""

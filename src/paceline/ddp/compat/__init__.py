@@ -1,0 +1,1 @@
+"""What exists because torch's own tests, libraries or messages ask for it."""

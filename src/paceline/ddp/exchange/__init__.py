@@ -1,0 +1,1 @@
+"""What happens to a full bucket: from this rank's gradients to the average."""

@@ -1,0 +1,138 @@
+"""A user's communication hook in the place of the plain average."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group, is_grad_bucket_type
+from paceline.comm.pending import FuturePending, Pending
+from paceline.ddp.exchange.exchange import Bucket, Exchange, Unusual
+from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
+from paceline.hooks.grad_bucket import GradBucket
+
+FutureHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
+
+
+class CommHook(Exchange):
+    """Hands each full bucket to a hook, which returns a future of the reduced gradients.
+
+    Gradients reach the hook undivided; averaging is the hook's. What the hook does to them is its own affair,
+    so the waybill travels beside them, in one small reduction a step.
+
+    Args:
+        group: whom to average with.
+        state: handed to the hook.
+        hook: called with the state and a bucket.
+        name: what to call it; by default its own name.
+        remake: makes the hook for another group, if it knows its own.
+    """
+
+    # Hooks may issue collectives when earlier ones are done. Those of two buckets would then follow each
+    # other in another order on each rank.
+    serial = True
+
+    def __init__(
+        self,
+        group: Group,
+        state: Any,
+        hook: FutureHook,
+        *,
+        name: str | None = None,
+        remake: Callable[[Group], FutureHook] | None = None,
+    ) -> None:
+        super().__init__(group)
+        self._remake = remake
+        self._state = state
+        self._hook = hook
+        self.name = str(name or getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of torch's own, named by its type."""
+        return self._remake is not None
+
+    def call(self, given: Any) -> "torch.futures.Future[Any]":
+        """Call the hook with its state and what it is given."""
+        return self._hook(self._state, given)
+
+    def on(self, group: Group) -> "CommHook":
+        """The same among other ranks."""
+        hook = self._hook if self._remake is None else self._remake(group)
+        return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
+
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
+        """Call the hook."""
+        future = self.call(GradBucket(bucket, number, is_last=is_last))
+        if not isinstance(future, torch._C.Future):
+            raise HookError(
+                f"callback must return a torch.futures.Future object, but got {type(future).__name__} "
+                f"(hook: {self.name}, bucket: {number})"
+            )
+        return FuturePending(future)
+
+    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
+        """Wait for the hook's future and check what it holds."""
+        result: Any = pending.wait(unusual)
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        check_result(result, bucket, number, self.name)
+        bucket.receive(result)
+
+
+def check_result(result: Any, bucket: Bucket, number: int, name: object) -> None:
+    """Refuse what cannot be a bucket's reduced gradients."""
+    want = bucket.gradients
+    if not isinstance(result, Tensor):
+        given = type(result).__name__
+    elif result.shape != want.shape and result.numel() != want.numel():
+        given = f"{result.numel()} elements"
+    elif (result.dtype, result.layout, result.device) != (want.dtype, want.layout, want.device):
+        given = f"{result.dtype}, {result.layout}, on {result.device}"
+    else:
+        return
+    raise HookError(
+        f"a hook must return a tensor like the bucket's buffer (hook: {name}, bucket: {number}, "
+        f"wanted: {want.numel()} elements of {want.dtype}, got: {given})"
+    )
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a communication hook, as torch does."""
+    if not callable(hook):
+        raise HookTypeError(f"Communication hook must be callable. (hook: {hook!r})")
+    signature = inspect.signature(hook)
+    _check_takes_two(signature, hook)
+    empty = inspect.Parameter.empty
+    bucket = signature.parameters.get("bucket")
+    if (
+        bucket is not None
+        and bucket.annotation not in (empty, GradBucket)
+        and not _names_bucket(bucket.annotation)
+    ):
+        raise HookSignatureError(
+            "Communication hook: bucket annotation should be dist.GradBucket. "
+            f"(annotated: {bucket.annotation!r})"
+        )
+    returned = signature.return_annotation
+    if returned is not empty and returned != torch.futures.Future[torch.Tensor]:
+        raise HookSignatureError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"(annotated: {returned!r})"
+        )
+
+
+def _check_takes_two(signature: inspect.Signature, hook: Any) -> None:
+    try:
+        signature.bind("state", "bucket")
+    except TypeError as error:
+        raise HookArgumentsError(
+            "a communication hook is called with two positional arguments, a state and a bucket "
+            f"(hook: {hook!r}, parameters: {signature}, {error})"
+        ) from None
+
+
+def _names_bucket(annotation: Any) -> bool:
+    return is_grad_bucket_type(annotation) or annotation in ("dist.GradBucket", "GradBucket")

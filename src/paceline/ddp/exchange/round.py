@@ -1,0 +1,48 @@
+"""A bucket between two of its hook's collectives."""
+
+from typing import Any
+
+from paceline.comm.pending import Pending
+from paceline.ddp.exchange.exchange import Unusual
+from paceline.errors import BrokenHookError, HookError
+from paceline.hooks.hook import Reduction
+
+
+class Round:
+    """A bucket between two of its hook's collectives.
+
+    It may be waited for again, when a step is lost after its buckets have landed.
+    """
+
+    def __init__(self, reduction: Reduction, name: str) -> None:
+        self._reduction = reduction
+        self._name = name
+        self._in_flight: Pending | None = None
+        self._result: Any = None
+        self._resume(None)
+
+    def wait(self, unusual: Unusual) -> Any:
+        """Wait for one collective after the other; returns what the hook returned."""
+        while self._in_flight is not None:
+            value = self._in_flight.wait(unusual)
+            try:
+                self._resume(value)
+            except Exception as error:  # its own, not that of a collective
+                raise BrokenHookError(f"a hook raised {error!r} (hook: {self._name})") from error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether the hook has returned."""
+        return self._in_flight is None
+
+    def _resume(self, value: Any) -> None:
+        self._in_flight = None
+        try:
+            pending: object = self._reduction.send(value)
+        except StopIteration as stop:
+            self._result = stop.value
+            return
+        if not isinstance(pending, Pending):
+            self._reduction.close()
+            raise HookError(f"a hook yields what is in flight (hook: {self._name}, got: {pending!r})")
+        self._in_flight = pending

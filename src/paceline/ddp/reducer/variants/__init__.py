@@ -1,0 +1,1 @@
+"""Backward passes that need a way of their own: distributed autograd and compiled graphs."""

@@ -1,0 +1,102 @@
+"""A module's parameters as slots."""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn import Parameter
+
+from paceline.comm.group import Group
+from paceline.ddp.buckets.plan import Slot
+from paceline.errors import OptionError, WrapError
+from paceline.tensors.dtensor import describe_parts, local_of, ranks_with_other_parts
+
+
+class Slots(NamedTuple):
+    """Every parameter that may get a gradient, in the module's order.
+
+    Attributes:
+        slots: what never changes of each.
+        parameters: the parameters themselves.
+        trainable: the indices of those that require a gradient now.
+    """
+
+    slots: list[Slot]
+    parameters: list[Parameter]
+    trainable: list[int]
+
+
+def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, awaited: Any) -> list[str]:
+    """The names of parameters that are to be reduced last, with the one whose gradient they wait for."""
+    if (named is None) != (awaited is None):
+        raise OptionError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together: which, and until when"
+        )
+    if named is None:
+        return []
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    chosen = [*named, ("param_to_hook_all_reduce", awaited)]
+    if foreign := [name for name, parameter in chosen if id(parameter) not in names]:
+        raise OptionError(
+            f"all-reduce can be delayed for the module's own parameters only (others: {foreign})"
+        )
+    return [names[id(parameter)] for _, parameter in chosen]
+
+
+def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str] = ()) -> Slots:
+    """The slots of a module; a parameter that is shared inside it has one, under its first name."""
+    sparse = set(sparse_parameters(module))
+    found = Slots([], [], [])
+    for name, parameter in module.named_parameters():
+        if name in ignored or not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        numel = local_of(parameter).numel()
+        slot = Slot(
+            index=len(found.slots),
+            name=name,
+            numel=numel,
+            nbytes=numel * parameter.element_size(),
+            kind=f"{parameter.dtype} {parameter.device}",
+            sparse=id(parameter) in sparse,
+            delayed=name in delayed and id(parameter) not in sparse,
+        )
+        found.slots.append(slot)
+        found.parameters.append(parameter)
+        if parameter.requires_grad:
+            found.trainable.append(slot.index)
+    return found
+
+
+def describe(found: Slots) -> list[tuple[str, str]]:
+    """Each slot in words that are equal on two ranks if the slots are."""
+    pairs = zip(found.slots, found.parameters, strict=True)
+    return [(slot.name, _view(slot, parameter)) for slot, parameter in pairs]
+
+
+def refuse_shards(found: Slots, group: Group) -> None:
+    """Raise if ranks that are to average hold different parts of a DTensor parameter."""
+    for slot, parameter in zip(found.slots, found.parameters, strict=True):
+        others = ranks_with_other_parts(parameter)
+        if others and len(shared := others.intersection(group.global_ranks)) > 1:
+            parts = describe_parts(parameter)
+            raise WrapError(
+                "ranks that average must hold the same part of each parameter; pass the group, or the "
+                f"dimension of the mesh, that is for data (parameter: {slot.name!r}{parts}, "
+                f"ranks with other parts of it: {sorted(shared)})"
+            )
+
+
+def _view(slot: Slot, parameter: Parameter) -> str:
+    trained = "frozen" if not parameter.requires_grad else "sparse" if slot.sparse else "trained"
+    local = local_of(parameter)
+    return (
+        f"shape {list(local.shape)}, stride {list(local.stride())}, {parameter.dtype}, {trained}"
+        f"{describe_parts(parameter)}"
+    )
+
+
+def sparse_parameters(module: nn.Module) -> Iterator[int]:
+    """The ids of parameters whose gradients are expected to be sparse."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            yield id(layer.weight)

@@ -1,0 +1,1 @@
+"""What the command ``paceline`` offers. The library knows nothing of it."""
