@@ -91,7 +91,7 @@ def per_bucket(rank: int) -> dict[str, int]:
     ddp = DistributedDataParallel(Choosy(rank), bucket_cap_mb=1e-5, transport="c10d")
     for _ in range(2):
         step(ddp)
-    assert len(ddp.reducer.fleet.buckets) == 10
+    assert len(ddp.reducer.context.bucket_set.buckets) == 10
     return dict(collectives(lambda: step(ddp)))
 
 
@@ -184,5 +184,5 @@ def planned(_: int, rebuild: bool) -> list[str]:
     ddp = DistributedDataParallel(Two(), rebuild_plan=rebuild, transport="c10d")
     for _ in range(2):
         step(ddp)
-    (bucket,) = ddp.reducer.fleet.buckets
+    (bucket,) = ddp.reducer.context.bucket_set.buckets
     return [slot.name for slot in bucket.slots]

@@ -245,14 +245,14 @@ def nested(rank: int) -> None:
     ddp = make()
     loss(ddp, rows(2, rank)).backward()
     before = grads(ddp)
-    with ddp.weigh(2), pytest.raises(OptionError, match="holds already"), ddp.weigh(3):
+    with ddp.weigh(2), pytest.raises(OptionError, match="in force already"), ddp.weigh(3):
         pass
     same(grads(ddp), before)
     ddp.zero_grad()
     with ddp.no_sync(), ddp.weigh(rank + 1):
         loss(ddp, rows(rank + 1, rank)).backward()
     with ddp.weigh(rank + 2):
-        with pytest.raises(OptionError, match="holds already"), ddp.weigh(3):
+        with pytest.raises(OptionError, match="in force already"), ddp.weigh(3):
             pass
         loss(ddp, rows(rank + 2, 5 + rank)).backward()
     everything = [rows(r + 1, r) for r in range(2)] + [rows(r + 2, 5 + r) for r in range(2)]

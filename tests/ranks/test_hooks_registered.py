@@ -111,7 +111,7 @@ def mistaken(rank: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("yields", r"a hook yields what is in flight \(hook: Wrong"),
+        ("yields", r"a hook must yield a collective in flight \(hook: Wrong"),
         ("returns", r"must return a tensor like the bucket's buffer \(hook: Chain, bucket: 0"),
         ("raises", r"a hook raised RuntimeError.*\(hook: Chain\)"),
     ],

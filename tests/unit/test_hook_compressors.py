@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paceline.hooks.memory import Memory, SharedMemory
 from torch import Tensor, nn
 
 from paceline.errors import HookTypeError, OptionError
 from paceline.hooks import average, fp16, post_local_sgd, power_sgd, top_k, with_error_feedback
 from paceline.hooks.compressors import CHUNK, Cast, Compressor, Integers, TopK
-from paceline.hooks.memory import Memory, SharedMemory
 
 TYPES = st.sampled_from([torch.float32, torch.float64])
 # Far from where floats end: there, rounding is not relative any more.

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.ddp.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
+from paceline.ddp.buckets.plan import BucketCaps, Slot, make_plan, plan_in_reverse
 from paceline.ddp.reducer.planner import Planner
 from paceline.errors import OptionError
 from paceline.options import CapOptions
@@ -27,20 +27,20 @@ def test_kinds_do_not_share_a_bucket_and_count_their_caps_apart() -> None:
     assert plan.buckets == ((0,), (1,), (2, 4), (3, 5))
 
 
-def test_a_sparse_slot_is_alone_and_never_the_carrier() -> None:
+def test_a_sparse_slot_is_alone_and_never_has_the_report() -> None:
     slots = [slot(0), slot(1, sparse=True), slot(2, sparse=True)]
     plan = make_plan(slots, [0, 1, 2], BucketCaps((4,)))
     assert plan.buckets == ((1,), (2,), (0,))
-    assert plan.carrier == 2
+    assert plan.report_bucket == 2
 
 
-def test_where_all_is_sparse_the_carrier_has_no_slot() -> None:
+def test_where_all_is_sparse_the_reports_bucket_has_no_slot() -> None:
     assert make_plan([slot(0, sparse=True)], [0], BucketCaps((4,))).buckets == ((0,), ())
 
 
 def test_the_guess_sends_the_last_parameters_first() -> None:
     slots = [slot(index, 10) for index in range(5)]
-    assert guess_plan(slots, range(5), BucketCaps((20,))).buckets == ((4,), (2, 3), (0, 1))
+    assert plan_in_reverse(slots, range(5), BucketCaps((20,))).buckets == ((4,), (2, 3), (0, 1))
 
 
 def planner(count: int, trainable: list[int], *, rebuild: bool = True) -> Planner:
@@ -51,25 +51,25 @@ def planner(count: int, trainable: list[int], *, rebuild: bool = True) -> Planne
 def test_the_second_plan_goes_by_arrival_and_what_never_arrived_comes_last() -> None:
     plans = planner(4, [0, 1, 2, 3])
     assert plans.plan.buckets == ((0, 1, 2, 3),)
-    assert plans.teaching
+    assert plans.learns_order
     assert plans.learn([1, 3])
     assert plans.plan.buckets == ((1,), (3,), (2,), (0,))
-    assert not plans.teaching
+    assert not plans.learns_order
     assert not plans.learn([0, 1, 2, 3])
 
 
 def test_without_rebuilding_the_first_plan_stays() -> None:
     plans = planner(2, [0, 1], rebuild=False)
-    assert not plans.teaching
+    assert not plans.learns_order
     assert not plans.learn([])
     assert plans.plan.buckets == ((1,), (0,))
 
 
-def test_a_thawed_slot_gets_the_last_place() -> None:
+def test_an_unfrozen_slot_gets_the_last_place() -> None:
     plans = planner(3, [0, 2])
     plans.learn([2, 0])
     assert plans.outside() == [1]
-    plans.thaw([1])
+    plans.add([1])
     assert plans.plan.buckets == ((2,), (0,), (1,))
     assert plans.outside() == []
 
@@ -77,9 +77,9 @@ def test_a_thawed_slot_gets_the_last_place() -> None:
 def test_a_restart_begins_as_the_first_plan_did() -> None:
     plans = planner(3, [0, 2])
     plans.learn([2, 0])
-    plans.thaw([1])
+    plans.add([1])
     plans.restart()
-    assert plans.teaching
+    assert plans.learns_order
     assert plans.plan.buckets == ((0, 2),)
 
 

@@ -19,16 +19,17 @@ from paceline.comm.verify import check_same
 from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.compat.environment import log_environment
 from paceline.ddp.compat.logging_samples import Stats
+from paceline.ddp.compat.strict import Strict
 from paceline.ddp.compat.torch_names import TorchSurface, holds_wrapper
+from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.exchange.comm_hook import CommHook, check_hook
-from paceline.ddp.exchange.exchange import LowPrecisionAverage
-from paceline.ddp.exchange.rounds import Rounds, rounds_of
+from paceline.ddp.exchange.generator_hook import GeneratorHook, run_registered
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.recorded import describer
-from paceline.ddp.reducer.autograd_hooks import current_backward, during_backward, mark
+from paceline.ddp.reducer.after_step import AfterStep
+from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
 from paceline.ddp.reducer.planner import Planner
-from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.reducer.strict import Strict
+from paceline.ddp.reducer.reducer import BucketOptions, Reducer
 from paceline.ddp.state import parameters as state
 from paceline.ddp.state.admission import check_module, refuse_uninitialised
 from paceline.ddp.state.broadcast import broadcast_state
@@ -37,10 +38,9 @@ from paceline.ddp.state.precision import Precision
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
 from paceline.options import CapOptions, Transport, buffer_options, strict_mode
-from paceline.recording.recorder import Recorder
+from paceline.recording.recorder import Recorder, folder_from_environment
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
-from paceline.tensors.dtensor import local_parameter
 from paceline.tracing import is_being_traced, reduces_in_graph, untraced, untraced_with_calls
 
 M = TypeVar("M", bound=nn.Module)
@@ -183,8 +183,8 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         if self._join_config.enable:
             self._attend(synced=self._syncs_now())
         if torch.is_grad_enabled():
-            self.reducer.nested = self._holds_wrapper or self._get_active_ddp_module() is not None
-            self.reducer.prepare()
+            nested = self._holds_wrapper or self._get_active_ddp_module() is not None
+            self.reducer.prepare(nested=nested)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
             if torch.is_grad_enabled():
@@ -195,7 +195,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 
     @untraced
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        precision = self.reducer.precision
+        precision = self._precision
         with self._inside_ddp_forward():
             if precision is None:
                 return self.module(*inputs, **kwargs)
@@ -214,11 +214,12 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self.require_forward_param_sync = synced
         if torch.is_grad_enabled():
             self.recorder.forward_ended()
-            self.reducer.expected |= synced
+            if synced:
+                self.reducer.turns.expect(self.reducer)
             begins = functools.partial(_begin_backward, weakref.ref(self.reducer), synced=synced)
             if (context := rpc.current_context()) is not None:
-                output = self.reducer.remote.watch(context, output)
-            mark(rpc.leaves(output), begins, but=rpc.leaves(given))
+                output = self.reducer.distributed_autograd.watch(context, output, self.reducer.planner.order)
+            at_start_of_backward(rpc.leaves(output), begins, but=rpc.leaves(given))
         return output
 
     @property
@@ -244,7 +245,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         # Inside a backward it may be a checkpoint that has recomputed enough; if not, backward is lost by it.
         if self._syncs_now() and current_backward() == -1:
             try:
-                self.reducer.lane.fail_forward(self.reducer, repr(error))
+                self.reducer.turns.fail_forward(self.reducer, repr(error))
             except RuntimeError as another:
                 error.add_note(f"the other ranks could not be told ({another})")
 
@@ -273,7 +274,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             loss.backward()
 
     def _sync_buffers(self) -> None:
-        self.reducer.wait_for(
+        self.reducer.after_step.wait_for(
             self._buffers_in_module.sync(
                 self._group, source=self._buffer_source, bytes_at_once=self.broadcast_bucket_size
             )
@@ -286,13 +287,13 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         """
         with self._noting_errors():
             if isinstance(hook, Hook):
-                self._use(rounds_of(self._group, state, hook))
+                self._use(run_registered(self._group, state, hook))
                 return
             check_hook(hook)
             self._use(CommHook(self._group, state, hook))
 
-    def _use(self, hook: CommHook | Rounds) -> None:
-        if isinstance(self.reducer.exchange, CommHook | Rounds):
+    def _use(self, hook: CommHook | GeneratorHook) -> None:
+        if isinstance(self.reducer.exchange, CommHook | GeneratorHook):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
@@ -339,6 +340,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             "_slots",
             "_buffers_in_module",
             "_stats",
+            "_precision",
             "_accum_grad_hooks",
             "forward",
         ):
@@ -408,19 +410,20 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             caps=BucketCaps(self._caps.sizes),
             rebuild=self._rebuild_plan and not (self._strict and self.find_unused_parameters),
         )
+        self._precision = self._lower_precision()
+        dtype = None if self._precision is None else self._precision.reduce_dtype
         self.reducer = Reducer(
-            slots,
-            [local_parameter(each) for each in parameters],
+            state.ReducedParameters(self._slots),
             self._group,
+            Average(self._group) if self._precision is None else LowPrecisionAverage(self._group),
             planner,
             self._buffers_in_module,
-            as_views=self.gradient_as_bucket_view,
+            Recorder(map(id, parameters), folder_from_environment()),
+            AfterStep(parameters, self._precision),
+            BucketOptions(as_views=self.gradient_as_bucket_view, dtype=dtype),
+            describer(self.module, slots, caps=self._caps.sizes, device=self.device),
             strict=self._limits(trainable) if self._strict else None,
-            about=describer(self.module, self._slots.slots, caps=self._caps.sizes, device=self.device),
-            precision=self._lower_precision(),
         )
-        if self.mixed_precision is not None:
-            self.reducer.use(LowPrecisionAverage(self._group))
         self._stats = Stats(self.reducer)
         self._holds_wrapper = holds_wrapper(self.module)
 
@@ -445,4 +448,4 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
     # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
     if (alive := reducer()) is not None:
-        alive.begin(synced=(synced or alive.announced) and alive.syncs)
+        alive.begin(synced=synced)

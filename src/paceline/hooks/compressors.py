@@ -1,6 +1,6 @@
-"""Shorter forms of gradients. Each is written as bytes, the same bytes are read on every rank.
+"""Compressors: gradients as fewer bytes. Every rank reads the same bytes.
 
-All work on rows: a message a row, of a length that depends on nothing but the row's length and type.
+All work on rows: one message per row, whose length depends only on the row's length and type.
 """
 
 import math
@@ -12,18 +12,18 @@ from torch.nn import functional
 
 from paceline.errors import OptionError
 
-# Values that share a scale. Few, so that large ones do not drown small ones; the scale adds 1.6% to int8.
+# Values that share a scale. Few, so that small values keep their precision; scales add 1.6% to int8.
 CHUNK = 256
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """A shorter form of numbers.
+    """Encodes numbers as fewer bytes, and decodes them.
 
     Attributes:
-        name: what it is called.
-        keeps_places: whether an average may be written again in as many bytes as its parts; then ranks share
-            the work of averaging, else each gets every message.
+        name: its name in errors and logs.
+        keeps_places: whether an average takes as many bytes as one rank's values; then ranks share the work
+            of averaging, otherwise each rank gets every message.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Cast:
         self.name = str(dtype).removeprefix("torch.")
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Round to the nearest."""
+        """Round to the nearest value of the type."""
         return rows.to(self._dtype).view(torch.uint8)
 
     def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
@@ -109,22 +109,22 @@ class Integers:
 
 
 class TopK:
-    """The largest values and their places; all NaN where one of them is not finite.
+    """The largest values and their indices; all NaN if one of them is not finite.
 
     Args:
-        fraction: which part of the values is kept.
+        fraction: the part of the values that is kept.
     """
 
     keeps_places = False
 
     def __init__(self, fraction: float) -> None:
         if not 0 < fraction <= 1:
-            raise OptionError(f"a part of the values is more than 0 and at most 1 (fraction: {fraction})")
+            raise OptionError(f"fraction must be more than 0 and at most 1 (fraction: {fraction})")
         self._fraction = fraction
         self.name = f"top_k({fraction})"
 
     def encode(self, rows: Tensor) -> Tensor:
-        """The values, then their places."""
+        """The values, then their indices."""
         places = rows.abs().topk(self._count(rows.shape[1]), sorted=False).indices
         values = rows.gather(1, places)
         return torch.cat((values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)), dim=1)

@@ -1,4 +1,4 @@
-"""Post-local SGD: after a while ranks step by themselves, and average their parameters now and then."""
+"""Post-local SGD: after a while ranks step by themselves, and average their parameters from time to time."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -10,9 +10,8 @@ from torch.nn import Parameter
 
 from paceline.comm.group import Group
 from paceline.errors import HookError, OptionError
-from paceline.hooks.average import as_real, averaged
 from paceline.hooks.grad_bucket import GradBucket
-from paceline.hooks.hook import Hook, Reduction
+from paceline.hooks.hook import Hook, Reduction, as_real, averaged
 from paceline.tensors.dtensor import local_of
 
 
@@ -29,17 +28,17 @@ def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -
             hook.average_parameters(ddp.parameters())
         hook.average_now(ddp.parameters())
 
-    Bytes a rank sends each step for a parameter of n elements at world size W: those of ``average`` up to
+    Bytes sent per rank and step for a parameter of n elements at world size W: those of ``average`` up to
     ``start_step``; from then on a ``period``-th of them (and those of ``average`` within ``process_group``).
-    Error: the gradients are those of the rank (or of its part of the ranks), unbiased where ranks see samples
-    of the same data, but taken at parameters that drift apart for up to ``period`` steps. The optimizer's
-    state is not averaged. Under ``weigh`` a rank's gradients count by its share of the weights, so that the
-    average of the parameters moves as all samples say.
+    Error: the gradients are those of the rank (or of ``process_group``), unbiased if ranks see samples of the
+    same data, but taken at parameters that drift apart for up to ``period`` steps. The optimizer's state is
+    not averaged. Under ``weigh`` a rank's gradients count by its share of the weights, so that the average of
+    the parameters moves by the mean over all samples.
 
     Args:
-        start_step: how many steps average gradients.
-        period: how many steps there are from one average of the parameters to the next.
-        process_group: with which ranks to average gradients after that, such as those of the same host; None
+        start_step: the number of steps that average gradients.
+        period: the number of steps from one average of the parameters to the next.
+        process_group: the ranks to average gradients with after that, such as those of the same host; None
             for none.
     """
     return PostLocalSGD(start_step, period, process_group)
@@ -48,15 +47,15 @@ def post_local_sgd(*, start_step: int, period: int, process_group: Any = None) -
 class PostLocalSGD(Hook):
     """See ``post_local_sgd``."""
 
-    joins = False  # ranks without inputs take no step after which they could average parameters
+    joins = False  # ranks without inputs run no optimizer step after which they could average parameters
 
     def __init__(self, start_step: int, period: int, process_group: Any) -> None:
         if start_step < 0 or period < 1:
             raise OptionError(
-                "a step is not negative and a period is positive "
+                "start_step must not be negative, and period must be positive "
                 f"(start_step: {start_step}, period: {period})"
             )
-        self._near = None if process_group is None else Group(process_group)
+        self._subgroup = None if process_group is None else Group(process_group)
         self._group: Group | None = None
         self._start_step = start_step
         self._period = period
@@ -64,7 +63,7 @@ class PostLocalSGD(Hook):
         self._alone = 0  # steps since the parameters were the same on all ranks
 
     def meet(self, group: Group) -> None:
-        """These are the ranks from now on."""
+        """The hook runs among these ranks from now on."""
         self._group = group
 
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
@@ -76,20 +75,20 @@ class PostLocalSGD(Hook):
                 "parameters were not averaged: call average_parameters after each step of the optimizer "
                 f"(steps: {self._alone}, period: {self._period})"
             )
-        if self._near is None or self._near.size == 1:
+        if self._subgroup is None or self._subgroup.size == 1:
             return bucket.buffer()
-        return (yield from averaged(bucket.buffer(), self._near))
+        return (yield from averaged(bucket.buffer(), self._subgroup))
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:  # noqa: ARG002
-        """A step has ended well."""
+        """Count the step."""
         if self._step >= self._start_step and self._group is not None and self._group.size > 1:
             self._alone += 1
         self._step += 1
 
     def average_parameters(self, parameters: Iterable[Tensor]) -> bool:
-        """Average parameters over all ranks if it is time to; returns whether it was.
+        """Average parameters over all ranks if ``period`` steps have passed; returns whether it did.
 
-        To be called after each step of the optimizer, on every rank.
+        Call it after each optimizer step, on every rank.
         """
         if self._alone < self._period:
             return False
@@ -110,7 +109,7 @@ class PostLocalSGD(Hook):
         flat = torch.cat([as_real(tensor.detach()).reshape(-1) for tensor in tensors])
         if not flat.numel():
             return
-        group.all_reduce(flat.div_(group.size)).wait(_no_matter)
+        group.all_reduce(flat.div_(group.size)).wait(_ignore)
         into = [as_real(tensor.detach()) for tensor in tensors]
         parts = flat.split([tensor.numel() for tensor in into])
         for tensor, part in zip(into, parts, strict=True):
@@ -121,5 +120,5 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tensor.device}"
 
 
-def _no_matter() -> None:
-    """A wait outside a step, however long, is on nobody's roll."""
+def _ignore() -> None:
+    """A slow wait outside a step is not reported."""

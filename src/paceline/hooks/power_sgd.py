@@ -1,4 +1,4 @@
-"""PowerSGD: matrices of gradients as products of two thin ones, by one power iteration a step."""
+"""PowerSGD: matrices of gradients as products of two thin ones, by one power iteration per step."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ from torch.nn import Parameter, functional
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import OptionError
-from paceline.hooks.average import averaged, work_type
+from paceline.hooks.error_feedback import ParameterTensors, Residuals
 from paceline.hooks.grad_bucket import GradBucket
-from paceline.hooks.hook import Hook, Reduction
-from paceline.hooks.memory import Memory, Notes
+from paceline.hooks.hook import Hook, Reduction, averaged, work_type
 
 # As a reduction, of several lists of tensors.
 Averages: TypeAlias = Generator[Pending, Tensor, list[list[Tensor]]]
@@ -27,17 +26,17 @@ def power_sgd(rank: int = 1, *, start_step: int = 10) -> Hook:
     A parameter of two or more dimensions counts as the matrix of its first dimension by all others. Vectors,
     complex and sparse gradients, and matrices that would not become shorter are averaged as they are.
 
-    Bytes a rank sends each step for an m by n matrix at world size W: ``2 rank (m+n) (W-1)/W`` times the size
-    of an element, and for all else those of ``average``, where float16 and bfloat16 count as float32; until
-    ``start_step`` those of ``average``.
-    Error of one step: what of the matrix (gradient and what is remembered) is outside ``rank`` directions; it
-    has no bound but the matrix itself, and is biased. It is added to the next gradients, so the mean over
-    many steps is exact. A value that is not finite makes its whole matrix NaN on every rank. Results are the
+    Bytes sent per rank and step for an m by n matrix at world size W: ``2 rank (m+n) (W-1)/W`` times the
+    size of an element, and for all else those of ``average``, where float16 and bfloat16 count as float32;
+    until ``start_step`` those of ``average``.
+    Error of one step: the part of the matrix (gradient plus residual) outside ``rank`` directions; it has no
+    bound but the matrix itself, and is biased. It is added to the next gradients, so the mean over many steps
+    is exact. A value that is not finite makes its whole matrix NaN on every rank. Results are the
     same to the bit on ranks with the same processor, number of threads and build of torch.
 
     Args:
-        rank: how many directions are kept.
-        start_step: how many steps are averaged plainly before.
+        rank: the number of directions that are kept.
+        start_step: the number of steps that are averaged plainly before.
     """
     return PowerSGD(rank, start_step)
 
@@ -49,7 +48,7 @@ class Matrix:
     Attributes:
         parameter: whose it is.
         view: where it is in the bucket.
-        values: the matrix, with what is remembered.
+        values: the matrix, plus the residual.
         directions: the thin matrix that it is multiplied by.
     """
 
@@ -67,27 +66,28 @@ class PowerSGD(Hook):
     def __init__(self, rank: int, start_step: int) -> None:
         if rank < 1 or start_step < 0:
             raise OptionError(
-                f"a rank is positive and a step is not negative (rank: {rank}, start_step: {start_step})"
+                "rank must be positive, and start_step must not be negative "
+                f"(rank: {rank}, start_step: {start_step})"
             )
         self._rank = rank
         self._start_step = start_step
         self._step = 0
-        self._memory = Memory()
-        self._directions = Notes()
+        self._residuals = Residuals()
+        self._directions = ParameterTensors()
 
     def begin(self, weight: float | None) -> None:
-        """A step begins."""
-        self._memory.begin(weight)
+        """Forget what a step that did not end well left."""
+        self._residuals.begin(weight)
         self._directions.begin()
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
-        """A step has ended well."""
+        """Keep the residuals and directions of this step."""
         self._step += 1
-        self._memory.finish(parameters, used, total)
+        self._residuals.finish(parameters, used, total)
         self._directions.finish(parameters, used)
 
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
-        """Two rounds: left factors with all that is not compressed, then right factors."""
+        """Two collectives: left factors with all that is not compressed, then right factors."""
         buffer = bucket.buffer()
         if self._step < self._start_step or buffer.is_sparse or buffer.is_complex():
             return (yield from averaged(buffer, group))
@@ -98,7 +98,7 @@ class PowerSGD(Hook):
         lefts, averages = yield from _averages([lefts, plain], group)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         own = [(left.T @ matrix.values).T for matrix, left in zip(matrices, lefts, strict=True)]
-        self._note(matrices, lefts, own)
+        self._keep_residuals(matrices, lefts, own)
         (rights,) = yield from _averages([own], group)
         for view, average in zip(plain, averages, strict=True):
             view.copy_(average)
@@ -114,11 +114,11 @@ class PowerSGD(Hook):
         return self._rank * (rows + columns) < view.numel()
 
     def _matrix(self, parameter: Parameter, view: Tensor) -> Matrix:
-        # A copy, of which the memory of the parameter is a part in the same order.
+        # A copy, in the order in which the parameter's residual is kept.
         values = view.to(work_type(view), copy=True, memory_format=torch.contiguous_format).view(
             len(view), -1
         )
-        self._memory.add_to([values.view(-1)], [parameter])
+        self._residuals.add_to([values.view(-1)], [parameter])
         directions = self._directions.get(parameter)
         if directions is None or (directions.dtype, directions.device) != (values.dtype, values.device):
             directions = self._first_directions(values)
@@ -130,17 +130,21 @@ class PowerSGD(Hook):
         drawn = torch.randn((values.shape[1], self._rank), generator=generator, dtype=values.dtype)
         return drawn.to(values.device)
 
-    def _note(self, matrices: Sequence[Matrix], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        """Remember what of this rank's own matrices is outside the common directions."""
+    def _keep_residuals(
+        self, matrices: Sequence[Matrix], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+    ) -> None:
+        """Keep the part of this rank's own matrices that is outside the common directions."""
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
-            lost = matrix.values.addmm_(left, right.T, alpha=-1)  # in place: the values have served
-            self._memory.note([lost.view(-1)], [matrix.parameter])
+            residual = matrix.values.addmm_(
+                left, right.T, alpha=-1
+            )  # in place: the values are not needed again
+            self._residuals.keep([residual.view(-1)], [matrix.parameter])
 
     def _keep_directions(self, parameter: Parameter, right: Tensor) -> None:
         # All ranks have the same to decide by. Others than finite ones would lead nowhere but to NaN.
         if right.isfinite().all():
-            # Of length 1, or products with tiny gradients would vanish. First brought near to it, because a
-            # length is made of squares.
+            # Of length 1, or products with tiny gradients would vanish. Scaled first, because squares of tiny
+            # values vanish too.
             largest = right.abs().amax(dim=0, keepdim=True)
             near = right / torch.where(largest > 0, largest, 1)
             self._directions.put(parameter, functional.normalize(near, dim=0))

@@ -1,8 +1,8 @@
 """Who holds a gradient besides its parameter.
 
-Parameters get parts of a bucket's storage for gradients, lent until the bucket needs them for the next step.
-Whoever keeps such a gradient finds it as it was: before a bucket writes to its storage it asks here, and
-where somebody still holds a part of it, that storage is left to its holders.
+A parameter's averaged ``.grad`` is a part of its bucket's storage, lent until the bucket needs it for the
+next step. Whoever keeps such a gradient finds it unchanged: before a bucket writes to its storage it asks
+here. If somebody still holds a part of the storage, the bucket takes new storage and leaves the old one be.
 
 Two counts tell. References to the Python object: variables and containers, and one more if anything holds
 the tensor in C++ (a ``.grad``, an autograd graph). Uses of the storage: arrays, slices, detached tensors, and
@@ -43,7 +43,7 @@ class Lent:
         self._uses = _uses(self._storage)
 
     def as_gradients(self, parameters: Sequence[Trained], *, anyone_may_hold: bool) -> set[int] | None:
-        """Places of views that still are their parameters' gradients; None if the storage must be left alone.
+        """Positions of views that still are their parameters' gradients; None if others hold the storage.
 
         Autograd adds to such a gradient, so whoever holds it sees it change anyhow.
 
@@ -60,19 +60,19 @@ class Lent:
         counts = [*map(getrefcount, self._views)]
         if not are_used and max(counts, default=0) <= _REFERENCES:
             return set()
-        lent = {place for place, view in enumerate(self._views) if parameters[place].grad is view}
+        lent = {at for at, view in enumerate(self._views) if parameters[at].grad is view}
         if are_used:
             return lent if len(lent) == len(self._views) else None
-        held = {place for place, count in enumerate(counts) if count > _REFERENCES}
+        held = {at for at, count in enumerate(counts) if count > _REFERENCES}
         return lent if held <= lent else None
 
-    def is_whole(self, place: int) -> bool:
+    def is_whole(self, position: int) -> bool:
         """Whether a view is where it was."""
-        return self._views[place].data_ptr() == self._addresses[place]
+        return self._views[position].data_ptr() == self._addresses[position]
 
 
 def held(grads: list[Tensor]) -> list[int]:
-    """Places in the list of those gradients that somebody else holds.
+    """Positions in the list of those gradients that somebody else holds.
 
     Args:
         grads: gradients that were taken off their parameters, and are in this list alone.
@@ -83,9 +83,7 @@ def held(grads: list[Tensor]) -> list[int]:
     if max(counts) <= _REFERENCES and not any(versions):  # the usual case
         return []
     return [
-        place
-        for place, grad in enumerate(grads)
-        if counts[place] > _REFERENCES or (versions[place] and _is_used(grad))
+        at for at, grad in enumerate(grads) if counts[at] > _REFERENCES or (versions[at] and _is_used(grad))
     ]
 
 

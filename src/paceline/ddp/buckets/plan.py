@@ -1,4 +1,4 @@
-"""Which slot goes into which bucket, and in which order buckets leave. Pure: no tensors here."""
+"""Which parameter goes into which bucket, and in which order buckets are launched. Pure: no tensors here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """What never changes of one parameter.
+    """One parameter, as the bucket plan knows it: what never changes, without the tensor.
 
     Attributes:
-        index: its place among all slots.
+        index: its position among all slots.
         name: its name in the module.
-        numel: how many elements it has.
-        nbytes: how many bytes its gradient takes.
+        numel: the number of elements.
+        nbytes: the number of bytes of its gradient.
         kind: the data type and device; only slots of one kind share a bucket.
         sparse: whether its gradient is expected to be sparse; such a slot has a bucket of its own.
-        delayed: whether it leaves last, together with all others that are delayed.
+        delayed: whether it is reduced last, together with all other delayed slots.
     """
 
     index: int
@@ -29,10 +29,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """How many bytes a bucket may hold before the next is opened.
+    """The number of bytes that a bucket may hold before the next one is opened.
 
     Attributes:
-        sizes: the cap of the first bucket of a kind, of its second, and so on; the last one goes on.
+        sizes: the cap of the first bucket of a kind, of its second, and so on; the last one applies to all
+            that follow.
     """
 
     sizes: tuple[int, ...]
@@ -42,11 +43,11 @@ class BucketCaps:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """An immutable assignment of slots to buckets, in launch order.
+class BucketPlan:
+    """Which slots are in which bucket, with the buckets in launch order.
 
-    The last bucket is dense, and leaves when backward has ended: it carries the waybill behind its
-    gradients. Where every slot is sparse it holds no slot at all.
+    The last bucket is dense, and is launched when backward has ended: the step report travels behind its
+    gradients. If every slot is sparse, this bucket has no slot at all.
 
     Attributes:
         buckets: the slots of each bucket, by index.
@@ -55,30 +56,30 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
 
     @property
-    def last(self) -> int:
-        """The last bucket that holds a slot."""
+    def last_with_slots(self) -> int:
+        """The last bucket that has a slot."""
         return max(number for number, members in enumerate(self.buckets) if members)
 
     @property
-    def carrier(self) -> int:
-        """The bucket that leaves last, with the waybill."""
+    def report_bucket(self) -> int:
+        """The bucket that is launched last, with the step report."""
         return len(self.buckets) - 1
 
 
-def make_plan(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> Plan:
-    """Buckets that leave in the order in which their slots are filled in."""
+def make_plan(slots: Sequence[Slot], order: Iterable[int], caps: BucketCaps) -> BucketPlan:
+    """Buckets in the order in which they become full if gradients come in the given order."""
     order = list(order)
-    return Plan(tuple(_dense_last([*_fill(slots, order, caps), *_delayed(slots, order)], slots)))
+    return BucketPlan(tuple(_dense_last([*_fill(slots, order, caps), *_delayed(slots, order)], slots)))
 
 
-def guess_plan(slots: Sequence[Slot], trainable: Sequence[int], caps: BucketCaps) -> Plan:
-    """Buckets for gradients that come in the reverse order of the parameters, as they do in most modules."""
+def plan_in_reverse(slots: Sequence[Slot], trainable: Sequence[int], caps: BucketCaps) -> BucketPlan:
+    """Buckets for gradients that come in the reverse order of the parameters, as in most modules."""
     filled = _fill(slots, trainable, caps)[::-1]
-    return Plan(tuple(_dense_last([*filled, *_delayed(slots, trainable)], slots)))
+    return BucketPlan(tuple(_dense_last([*filled, *_delayed(slots, trainable)], slots)))
 
 
 def _delayed(slots: Sequence[Slot], order: Iterable[int]) -> list[tuple[int, ...]]:
-    """A bucket a kind for the slots that leave last."""
+    """One bucket per kind for the slots that are reduced last."""
     buckets: dict[str, list[int]] = {}
     for index in order:
         if slots[index].delayed:

@@ -10,27 +10,31 @@ from paceline.tensors.dtensor import Trained
 
 
 class SparseBucket:
-    """Owns one sparse gradient on its way; the methods are those of a dense bucket.
+    """Owns one sparse gradient while it is reduced; its methods are those of a dense bucket.
 
     Args:
         slot: the one slot.
         parameter: its parameter.
-        dtype: in which data type the gradient travels; the parameter's own if None.
+        dtype: the data type in which the gradient travels; the parameter's own if None.
     """
 
     def __init__(self, slot: Slot, parameter: Trained, dtype: torch.dtype | None = None) -> None:
         self.slots = (slot,)
         self.parameters = (parameter,)
         self._dtype = dtype
-        self._kept: Tensor | None = None
-        self._is_open = False
-        self._travelling: Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self._before: Tensor | None = None
+        self._is_unused = False
+        self._rows: Tensor | None = None
 
     @property
     def storage(self) -> Tensor:
-        """What travels."""
-        assert self._travelling is not None
-        return self._travelling
+        """What travels: a sparse tensor of the touched rows."""
+        assert self._rows is not None
+        return self._rows
 
     @property
     def gradients(self) -> Tensor:
@@ -39,73 +43,66 @@ class SparseBucket:
 
     @property
     def views(self) -> list[Tensor]:
-        """The gradient, in a list of its own."""
+        """The one gradient, in a list."""
         return [self.storage]
 
     def begin(self) -> None:
-        """A step begins: there is nothing to prepare."""
+        """A step begins; there is nothing to prepare."""
 
-    def take(self, slot: int, factor: float) -> None:
-        """Nothing: a sparse gradient is taken when the bucket is filled."""
+    def copy_in(self, slots: Iterable[int], factor: float) -> None:
+        """Nothing to do early: how many rows there are is known when the bucket is filled."""
 
-    def take_small(self, slots: Iterable[int]) -> None:
-        """Nothing, as well."""
-
-    def fill(self, factor: float, used: bytearray, *, complete: bool) -> None:  # noqa: ARG002
-        """Bring the gradient in; none counts as no rows."""
+    def fill(self, factor: float, used: Sequence[int], *, complete: bool) -> list[int]:  # noqa: ARG002
+        """Bring the gradient in; none counts as no rows. Returns the slot if ``used`` is wrong about it."""
         (parameter,) = self.parameters
         slot = self.slots[0].index
-        self._kept, parameter.grad = parameter.grad, None
-        used[slot] = used[slot] and self._kept is not None
-        self._is_open = not used[slot]
-        if self._kept is None:
+        self._before, parameter.grad = parameter.grad, None
+        missing = [slot] if used[slot] and self._before is None else []
+        self._is_unused = not used[slot] or bool(missing)
+        if self._before is None:
             self.zero()
         else:
-            self._travelling = _rows(self._kept).to(self._dtype) * factor
+            self._rows = _rows(self._before).to(self._dtype) * factor
+        return missing
 
     def zero(self) -> None:
-        """Count as no rows."""
+        """Contribute no rows."""
         like = self.parameters[0]
         nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
         values = torch.empty((0, *like.shape[1:]), dtype=self._dtype or like.dtype, device=like.device)
-        self._travelling = torch.sparse_coo_tensor(nowhere, values, like.shape)
+        self._rows = torch.sparse_coo_tensor(nowhere, values, like.shape)
 
     def receive(self, result: Tensor) -> None:
-        """Take over a gradient that was reduced outside the bucket."""
-        self._travelling = result
+        """Hold a gradient that was reduced outside the bucket."""
+        self._rows = result
 
     def scale(self, factor: float) -> None:
-        """Multiply what came back."""
-        self._travelling = self.storage * factor
+        """Multiply the reduced gradient."""
+        self._rows = self.storage * factor
 
-    def hand_out(self) -> None:
-        """Give the parameter its averaged gradient, if this rank used it."""
-        if not self._is_open:
-            self._give()
+    def set_grads(self) -> None:
+        """Make the average the parameter's ``.grad``, if this rank used the parameter."""
+        if not self._is_unused:
+            self._set_grad()
 
-    def settle(self, used: Sequence[int]) -> None:
-        """Decide on a slot that this rank did not use, now that it is known whether others did."""
-        if self._is_open:
+    def set_unused_grads(self, used: Sequence[int]) -> None:
+        """Decide on a slot that this rank did not use; ``used`` counts the ranks that did."""
+        if self._is_unused:
             if used[self.slots[0].index]:
-                self._give()
+                self._set_grad()
             else:
-                self.parameters[0].grad = self._kept
+                self.parameters[0].grad = self._before
         self.reset()
 
-    def add(self, more: "SparseBucket") -> None:
-        """Add to the gradient handed out what a second reduction brought."""
+    def add_to_grads(self, more: "SparseBucket") -> None:
+        """Add to ``.grad`` what a second reduction of the same slot brought."""
         (parameter,) = self.parameters
         if parameter.grad is not None:
             parameter.grad = parameter.grad + more.storage
 
-    def _give(self) -> None:
+    def _set_grad(self) -> None:
         (parameter,) = self.parameters
         parameter.grad = self.storage.to(parameter.dtype)
-
-    def reset(self) -> None:
-        """Forget the step."""
-        self._kept = self._travelling = None
-        self._is_open = False
 
 
 def _rows(grad: Tensor) -> Tensor:

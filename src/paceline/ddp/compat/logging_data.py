@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.ddp.exchange.comm_hook import CommHook
-from paceline.ddp.exchange.rounds import Rounds
+from paceline.ddp.exchange.generator_hook import GeneratorHook
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.tensors.dtensor import local_of
 
@@ -52,6 +52,6 @@ def construction_data(module: nn.Module, reducer: Reducer, parameters: Sequence[
     if group.backend == "gloo":
         data |= {key: os.environ.get(name, "N/A") for key, name in _GLOO_ENVIRONMENT.items()}
         data["gloo_num_threads"] = group.gloo_threads
-    if isinstance(reducer.exchange, CommHook | Rounds):
+    if isinstance(reducer.exchange, CommHook | GeneratorHook):
         data["comm_hook"] = reducer.exchange.name
     return data

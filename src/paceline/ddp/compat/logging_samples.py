@@ -53,22 +53,27 @@ class Stats:
         reducer = self._reducer
         rebuilt = reducer.uses_rebuilt_plan
         # torch counts trainable parameters only.
-        number = {slot: index for index, slot in enumerate(reducer.trainable_at_wrap)}
+        number = {slot: index for index, slot in enumerate(reducer.context.parameters.trainable)}
         figures: dict[str, Any] = {
             "num_buckets_reduced": reducer.launched,
             "has_rebuilt_buckets": int(rebuilt),
             "prev_iteration_grad_ready_order_indices": ", ".join(
-                str(number[slot]) for slot in reducer.ledger.order if slot in number
+                str(number[slot]) for slot in reducer.context.readiness.order if slot in number
             ),
         }
         if rebuilt:
             buckets = (
                 " ".join(str(number[slot]) for slot in members if slot in number)
-                for members in reducer.fleet.plan.buckets
+                for members in reducer.context.bucket_set.plan.buckets
             )
-            figures["rebuilt_bucket_sizes"] = reducer.fleet.sizes()
+            figures["rebuilt_bucket_sizes"] = ", ".join(map(str, _sizes(reducer)))
             figures["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
-        fired = reducer.ledger.fired()
-        unused = [slot for slot in reducer.planner.order if not fired[slot]]
-        figures["unused_parameter_size"] = sum(reducer.slots[slot].nbytes for slot in unused)
+        unused = reducer.context.readiness.unused(reducer.planner.order)
+        slots = reducer.context.parameters.slots
+        figures["unused_parameter_size"] = sum(slots[slot].nbytes for slot in unused)
         return figures
+
+
+def _sizes(reducer: Reducer) -> list[int]:
+    buckets = reducer.context.bucket_set.buckets
+    return [sum(slot.nbytes for slot in bucket.slots) for bucket in buckets if bucket.slots]

@@ -65,6 +65,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     _transport: Transport
     _buffers_in_module: ModuleBuffers
     _stats: Stats
+    mixed_precision: Any
     _use: Callable[[CommHook], None]
     _accum_grad_hooks: Sequence[RemovableHandle] = ()
 
@@ -97,7 +98,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             warnings.warn("the graph was said to be static before", stacklevel=2)
             return
         with self._noting_errors():
-            if self.reducer.step:
+            if self.reducer.step_number:
                 raise UnsupportedError("_set_static_graph should be called before training loop starts")
         self.static_graph = True
         if self.reducer.strict is not None:
@@ -217,9 +218,9 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def _register_accum_grad_hook(self) -> None:
         """Leave the averaging to hooks that compiled autograd can trace, and the forward to the module."""
-        if self.reducer.precision is not None:
+        if self.mixed_precision is not None:
             raise OptionError("mixed precision and reductions in a compiled graph exclude each other")
-        self.reducer.detach()
+        self.reducer.grad_hooks.remove()
         reduce = traced_reduction(self.reducer)
         self._accum_grad_hooks = [
             parameter.register_post_accumulate_grad_hook(reduce)
@@ -230,12 +231,12 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         fuse_reductions(self._caps.cap)
 
     def _remove_autograd_hooks(self) -> None:
-        self.reducer.detach()
+        self.reducer.grad_hooks.remove()
         for hook in self._accum_grad_hooks:
             hook.remove()
 
     def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finalised()
+        self.reducer.check_finished()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another group, of any size; ranks that are not in it keep what they have."""
@@ -272,7 +273,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def _last_error(self) -> dict[str, Any]:
         strict = self.reducer.strict
-        error = self.reducer.error or (strict.error if strict is not None else None)
+        error = self.reducer.last_error or (strict.error if strict is not None else None)
         return {} if error is None else {"has_error": 1, "error": error}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -289,7 +290,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         try:
             yield
         except Exception as error:
-            self.reducer.error = f"{type(error).__name__}: {error}"
+            self.reducer.last_error = f"{type(error).__name__}: {error}"
             raise
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -304,7 +305,9 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             self._refuse_foreign(optim_params)
         try:
             overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
-            self.reducer.weighs = False  # the optimizer would step on sums that are not divided yet
+            self.reducer.accumulation.no_weights = (
+                "a fused optimizer steps before weights are known, so contributions cannot be weighed"
+            )
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{optim.__name__} does not support overlapped DDP, only stepping after backward"

@@ -1,11 +1,12 @@
-"""Runs a hook between hosts, on what each host's ranks add up to.
+"""Runs a hook between hosts, on the sums of each host's ranks.
 
-Note [Between hosts]. Inside a host there is nothing to be gained by compression. So its ranks add up a
-bucket in shared memory, each the parameters that are its own to carry; the hook runs among the counterparts
-on all hosts, on those parameters alone; and what it returns is spread inside the host. The order of Note
-[Rounds] holds between counterparts: a bucket's first collective leaves when this host's sum is there, a
-second one when the sums of all buckets are there and their first ones have left. Who carries a parameter is
-decided when it is first seen and never changes, so that what a hook remembers of it stays with it.
+Note [Hooks between hosts]. Inside a host there is nothing to be gained by compression. So the ranks of a host
+sum a bucket in shared memory, and each rank leads for its own parameters: the hook runs among the leaders of
+the same parameters on all hosts, and what it returns is given to every rank of the host. The order of Note
+[Hooks are generators] holds between leaders: a bucket's first collective is launched when this host's sum is
+there, a second one when the sums of all buckets are there and their first collectives are launched. Who leads
+for a parameter is decided when the parameter is first seen and never changes, so that what a hook remembers
+of it stays with it.
 """
 
 from collections import deque
@@ -23,49 +24,49 @@ from paceline.comm.shm.transport import SharedMemory
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.comm_hook import check_result
-from paceline.ddp.exchange.exchange import Unusual
-from paceline.ddp.exchange.round import Round
+from paceline.ddp.exchange.exchange import OnSlow
+from paceline.ddp.exchange.hook_run import HookRun
 from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook
 
-# Elements that one rank may have more to carry than another: neighbours in a bucket are to stay together.
-_LEAD = 1 << 16
+# Elements that one leader may have more than another, so that adjacent parameters stay together.
+_MAX_LEAD = 1 << 16
 
 
-class Couriers:
-    """Who carries which slot, the same on every rank.
+class HostLeaders:
+    """Which rank of a host leads for which slot; the same on every rank.
 
     Args:
-        count: how many ranks of a host carry anything.
+        count: the number of leaders per host.
     """
 
     def __init__(self, count: int) -> None:
         self._loads = [0] * count
         self._current = 0
-        self._courier: dict[int, int] = {}
+        self._leader: dict[int, int] = {}
 
     def of(self, slots: Sequence[Slot]) -> list[int]:
-        """Each slot's courier; new slots go to one that has little."""
+        """Each slot's leader; new slots go to one that has few elements."""
         return [self._of(slot) for slot in slots]
 
     def _of(self, slot: Slot) -> int:
-        if slot.index not in self._courier:
+        if slot.index not in self._leader:
             least = min(self._loads)
-            if self._loads[self._current] - least > _LEAD:
+            if self._loads[self._current] - least > _MAX_LEAD:
                 self._current = self._loads.index(least)
             self._loads[self._current] += slot.numel
-            self._courier[slot.index] = self._current
-        return self._courier[slot.index]
+            self._leader[slot.index] = self._current
+        return self._leader[slot.index]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank carries of a bucket.
+class LeaderShare:
+    """The gradients of a bucket for which this rank leads.
 
     Attributes:
-        bucket: has memory of its own.
-        runs: where its gradients are in the storage of the whole.
+        bucket: a bucket of these gradients alone, with memory of its own.
+        runs: where they are in the storage of the whole bucket.
     """
 
     bucket: DenseBucket
@@ -73,71 +74,71 @@ class Part:
 
 
 class BetweenHosts:
-    """A hook of one wrapper, between hosts.
+    """One wrapper's hook, run between hosts.
 
     Args:
         group: all ranks.
-        shared: the memory that those of a host share.
+        shared: the memory that the ranks of a host share.
         hook: the hook.
     """
 
     def __init__(self, group: Group, shared: SharedMemory, hook: Hook) -> None:
         self._shared = shared
         self._hook = hook
-        self._counterparts = group.hosts()
-        if self._counterparts is not None:
-            hook.meet(self._counterparts)
-        # The hook averages over the hosts, which may have more ranks and less.
+        self._leaders_group = group.hosts()
+        if self._leaders_group is not None:
+            hook.meet(self._leaders_group)
+        # The hook averages over hosts, which may differ in their number of ranks.
         self._factor = shared.hosts / group.size
-        self._couriers = Couriers(shared.couriers)
-        self._parts: WeakKeyDictionary[DenseBucket, Part] = WeakKeyDictionary()
-        self._summing: deque[Crossing] = deque()
+        self._leaders = HostLeaders(shared.couriers)
+        self._shares: WeakKeyDictionary[DenseBucket, LeaderShare] = WeakKeyDictionary()
+        self._summing: deque[HostsReduction] = deque()
         self._weight: Pending | None = None
 
     def begin(self, weight: float | None) -> None:
-        """A step begins: what this rank's gradients were multiplied by is added up too."""
-        self._summing.clear()  # of a step that every rank broke off at the same place
+        """A step begins: the weights of this host's ranks are summed too."""
+        self._summing.clear()  # of a step that every rank left at the same point
         given = torch.tensor([weight is not None, weight or 0.0], dtype=torch.float64)
         self._weight = self._shared.all_reduce_inside(given)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
-        """Tell the hook that a step has ended well."""
+        """Tell the hook that the step has ended well."""
         self._begin_hook()
         self._hook.finish(parameters, used, None if total is None else total * self._factor)
 
-    def launch(self, bucket: DenseBucket, number: int, *, is_last: bool) -> "Crossing":
-        """Begin to add up a bucket inside the host."""
-        crossing = Crossing(self, bucket, self._part(bucket), number, is_last=is_last)
-        self._summing.append(crossing)
+    def launch(self, bucket: DenseBucket, number: int, *, is_last: bool) -> "HostsReduction":
+        """Begin to sum a bucket inside the host."""
+        reduction = HostsReduction(self, bucket, self._share(bucket), number, is_last=is_last)
+        self._summing.append(reduction)
         while self._summing and self._summing[0].is_summed:
             self._start()
-        return crossing
+        return reduction
 
-    def start_all(self, unusual: Unusual) -> None:
-        """Wait for this host's sums, and have the hook's first collective of each leave."""
+    def start_all(self, on_slow: OnSlow) -> None:
+        """Wait for this host's sums, and launch the hook's first collective for each."""
         while self._summing:
-            self._summing[0].wait_for_sum(unusual)
+            self._summing[0].wait_for_sum(on_slow)
             self._start()
 
-    def sum(self, bucket: DenseBucket, part: Part) -> Pending:
-        """Begin to add up inside the host."""
-        return self._shared.sum_parts(bucket.storage, part.bucket.storage, part.runs, factor=self._factor)
+    def sum(self, bucket: DenseBucket, share: LeaderShare) -> Pending:
+        """Begin to sum inside the host."""
+        return self._shared.sum_parts(bucket.storage, share.bucket.storage, share.runs, factor=self._factor)
 
-    def spread(self, bucket: DenseBucket, part: Part) -> Pending:
-        """Begin to give the part to every rank of the host."""
-        return self._shared.spread_parts(bucket.storage, part.bucket.storage, part.runs)
+    def spread(self, bucket: DenseBucket, share: LeaderShare) -> Pending:
+        """Begin to give this rank's share to every rank of the host."""
+        return self._shared.spread_parts(bucket.storage, share.bucket.storage, share.runs)
 
-    def run_hook(self, part: Part, number: int, *, is_last: bool) -> Round | None:
-        """Run the hook up to its first collective; None if there is nothing to carry."""
-        if self._counterparts is None or not part.bucket.slots:
+    def run_hook(self, share: LeaderShare, number: int, *, is_last: bool) -> HookRun | None:
+        """Run the hook up to its first collective; None if this rank leads for nothing in the bucket."""
+        if self._leaders_group is None or not share.bucket.slots:
             return None
         self._begin_hook()
-        given = GradBucket(part.bucket, number, is_last=is_last)
-        return Round(self._hook.reduce(given, self._counterparts), self._hook.name)
+        given = GradBucket(share.bucket, number, is_last=is_last)
+        return HookRun(self._hook.reduce(given, self._leaders_group), self._hook.name)
 
     @property
     def name(self) -> str:
-        """The hook's."""
+        """The hook's name."""
         return self._hook.name
 
     def _start(self) -> None:
@@ -147,58 +148,57 @@ class BetweenHosts:
             raise BrokenHookError(f"a hook raised {error!r} (hook: {self.name})") from error
 
     def _begin_hook(self) -> None:
-        """Tell the hook of the step, once."""
+        """Tell the hook once that the step has begun."""
         if self._weight is not None:
             # It was launched before everything that has been waited for.
-            count, total = self._weight.wait(_no_matter).tolist()
+            count, total = self._weight.wait(_never_slow).tolist()
             self._weight = None
             self._hook.begin(total * self._factor if count else None)
 
-    def _part(self, bucket: DenseBucket) -> Part:
-        if bucket not in self._parts:
-            self._parts[bucket] = self._cut(bucket)
-        part = self._parts[bucket]
-        part.bucket.begin()
-        return part
+    def _share(self, bucket: DenseBucket) -> LeaderShare:
+        if bucket not in self._shares:
+            self._shares[bucket] = self._cut(bucket)
+        share = self._shares[bucket]
+        share.bucket.begin()
+        return share
 
-    def _cut(self, bucket: DenseBucket) -> Part:
+    def _cut(self, bucket: DenseBucket) -> LeaderShare:
         own: list[int] = []
         runs: list[Run] = []
         width = 2 if bucket.gradients.is_complex() else 1
         offset = 0
-        for place, (slot, courier) in enumerate(
-            zip(bucket.slots, self._couriers.of(bucket.slots), strict=True)
-        ):
+        leaders = self._leaders.of(bucket.slots)
+        for position, (slot, leader) in enumerate(zip(bucket.slots, leaders, strict=True)):
             end = offset + width * slot.numel
-            if courier == self._shared.rank:
-                own.append(place)
+            if leader == self._shared.rank:
+                own.append(position)
                 first = runs.pop()[0] if runs and runs[-1][1] == offset else offset
                 runs.append((first, end))
             offset = end
-        return Part(bucket.part(own), runs)
+        return LeaderShare(bucket.part(own), runs)
 
 
-class Crossing:
-    """A bucket on its way: added up inside the host, then in the hook's hands, then spread inside.
+class HostsReduction:
+    """A bucket's reduction between hosts: summed inside the host, run through the hook, spread inside.
 
     Args:
-        between: whose it is.
+        between: the hook that runs between hosts.
         bucket: the bucket.
-        part: what this rank carries of it.
-        number: the bucket's place in the plan.
+        share: the part for which this rank leads.
+        number: the bucket's index in the plan.
         is_last: whether no bucket of this step comes after it.
     """
 
     def __init__(
-        self, between: BetweenHosts, bucket: DenseBucket, part: Part, number: int, *, is_last: bool
+        self, between: BetweenHosts, bucket: DenseBucket, share: LeaderShare, number: int, *, is_last: bool
     ) -> None:
         self._between = between
         self._bucket = bucket
-        self._part = part
+        self._share = share
         self._number = number
         self._is_last = is_last
-        self._sum = between.sum(bucket, part)
-        self._round: Round | None = None
+        self._sum = between.sum(bucket, share)
+        self._run: HookRun | None = None
         self._spread: Pending | None = None
         self._mistake: HookError | None = None
 
@@ -207,23 +207,23 @@ class Crossing:
         """Whether this host's sum is there."""
         return self._sum.done()
 
-    def wait_for_sum(self, unusual: Unusual) -> None:
+    def wait_for_sum(self, on_slow: OnSlow) -> None:
         """Wait for this host's sum."""
-        self._sum.wait(unusual)
+        self._sum.wait(on_slow)
 
     def start(self) -> None:
-        """Hand the sum to the hook."""
-        self._round = self._between.run_hook(self._part, self._number, is_last=self._is_last)
+        """Pass the sum to the hook."""
+        self._run = self._between.run_hook(self._share, self._number, is_last=self._is_last)
 
-    def wait(self, unusual: Unusual) -> torch.Tensor:
-        """Wait until the bucket holds what the hook made of it; returns its gradients."""
-        self._between.start_all(unusual)
+    def wait(self, on_slow: OnSlow) -> torch.Tensor:
+        """Wait until the bucket holds the hook's result; returns its gradients."""
+        self._between.start_all(on_slow)
         if self._spread is None:
-            if self._round is not None:
-                self._receive(self._round.wait(unusual))
+            if self._run is not None:
+                self._receive(self._run.wait(on_slow))
             # Also after a mistake, which concerns this rank alone: the others of the host expect it.
-            self._spread = self._between.spread(self._bucket, self._part)
-        self._spread.wait(unusual)
+            self._spread = self._between.spread(self._bucket, self._share)
+        self._spread.wait(on_slow)
         if self._mistake is not None:
             raise self._mistake
         return self._bucket.gradients
@@ -233,15 +233,15 @@ class Crossing:
         return self._spread is not None and self._spread.done()
 
     def _receive(self, result: object) -> None:
-        part = self._part.bucket
+        bucket = self._share.bucket
         try:
-            check_result(result, part, self._number, self._between.name)
+            check_result(result, bucket, self._number, self._between.name)
         except HookError as error:
             self._mistake = error
         else:
             assert isinstance(result, torch.Tensor)
-            part.receive(result)
+            bucket.receive(result)
 
 
-def _no_matter() -> None:
-    """What is there need not be waited for."""
+def _never_slow() -> None:
+    """What is waited for is already there."""

@@ -1,4 +1,4 @@
-"""A user's communication hook in the place of the plain average."""
+"""A user's communication hook instead of the plain average."""
 
 import inspect
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group, is_grad_bucket_type
 from paceline.comm.pending import FuturePending, Pending
-from paceline.ddp.exchange.exchange import Bucket, Exchange, Unusual
+from paceline.ddp.buckets.bucket_set import Bucket
+from paceline.ddp.exchange.exchange import Exchange, OnSlow
 from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
 from paceline.hooks.grad_bucket import GradBucket
 
@@ -17,22 +18,22 @@ FutureHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
 
 
 class CommHook(Exchange):
-    """Hands each full bucket to a hook, which returns a future of the reduced gradients.
+    """Passes each full bucket to a hook, which returns a future of the reduced gradients.
 
-    Gradients reach the hook undivided; averaging is the hook's. What the hook does to them is its own affair,
-    so the waybill travels beside them, in one small reduction a step.
+    The hook gets gradients that are not divided; averaging is up to the hook. Nobody else knows what it does
+    to the bucket, so the step report travels in a small reduction of its own, once per step.
 
     Args:
-        group: whom to average with.
-        state: handed to the hook.
+        group: the ranks.
+        state: passed to the hook.
         hook: called with the state and a bucket.
-        name: what to call it; by default its own name.
-        remake: makes the hook for another group, if it knows its own.
+        name: its name in errors; by default the hook's own name.
+        remake: makes the hook for another group, if it depends on the group.
     """
 
-    # Hooks may issue collectives when earlier ones are done. Those of two buckets would then follow each
+    # A hook may issue a collective when an earlier one is done. Those of two buckets would then follow each
     # other in another order on each rank.
-    serial = True
+    one_at_a_time = True
 
     def __init__(
         self,
@@ -51,15 +52,15 @@ class CommHook(Exchange):
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is one of torch's own, named by its type."""
+        """Whether it is one of torch's built-in hooks, which are named by a type."""
         return self._remake is not None
 
     def call(self, given: Any) -> "torch.futures.Future[Any]":
-        """Call the hook with its state and what it is given."""
+        """Call the hook with its state and an argument."""
         return self._hook(self._state, given)
 
-    def on(self, group: Group) -> "CommHook":
-        """The same among other ranks."""
+    def for_group(self, group: Group) -> "CommHook":
+        """The same hook among other ranks."""
         hook = self._hook if self._remake is None else self._remake(group)
         return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
 
@@ -73,9 +74,9 @@ class CommHook(Exchange):
             )
         return FuturePending(future)
 
-    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
+    def wait(self, bucket: Bucket, number: int, pending: Pending, on_slow: OnSlow) -> None:
         """Wait for the hook's future and check what it holds."""
-        result: Any = pending.wait(unusual)
+        result: Any = pending.wait(on_slow)
         if isinstance(result, list | tuple) and len(result) == 1:
             (result,) = result
         check_result(result, bucket, number, self.name)

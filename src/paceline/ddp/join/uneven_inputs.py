@@ -12,7 +12,6 @@ from paceline.ddp.join.attendance import Attendance, attend
 from paceline.ddp.join.optimizer_state import take_over, watch_optimizers
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.errors import OptionError, StepError
-from paceline.tensors.dtensor import whole_parameter
 
 
 class Shadow(JoinHook):
@@ -36,11 +35,19 @@ class Shadow(JoinHook):
             wrapper._sync_buffers()
         wrapper.require_forward_param_sync = attendance.synced
         if attendance.synced:
-            wrapper.reducer.shadow()
+            wrapper._own_grads = wrapper._own_grads or [
+                each.grad for each in wrapper.reducer.context.parameters.local
+            ]
+            wrapper.reducer.context.parameters.clear_grads(range(len(wrapper._own_grads)))
+            wrapper.reducer.run_empty_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank is exhausted: all take over the model of one that was so last."""
-        self._wrapper.reducer.end_shadows()
+        for parameter, grad in zip(
+            self._wrapper.reducer.context.parameters.local, self._wrapper._own_grads or (), strict=False
+        ):
+            parameter.grad = grad
+        self._wrapper._own_grads = None
         self._wrapper._sync_final_model(is_last_joiner)
 
 
@@ -61,6 +68,7 @@ class UnevenInputs(Joinable):
     _sync_buffers: Callable[[], None]
     _broadcast_state: Callable[..., None]
     _buffer_source = 0
+    _own_grads: Any = None
     _divides_by_all = True
 
     def join(
@@ -91,7 +99,7 @@ class UnevenInputs(Joinable):
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """What torch's join context manager calls on a rank without inputs."""
-        if not self.reducer.exchange.joins or self._use_python_reducer:
+        if not self.reducer.exchange.supports_join or self._use_python_reducer:
             raise OptionError(
                 "join is not for hooks that average parameters, nor for reductions in a compiled graph "
                 f"(hook: {self.reducer.exchange.name}, in graph: {self._use_python_reducer})"
@@ -113,7 +121,7 @@ class UnevenInputs(Joinable):
 
     def _attend(self, *, synced: bool) -> None:
         """Hear which ranks have inputs left, at the start of a forward."""
-        if self.reducer.lane.is_shared(self.reducer):
+        if self.reducer.turns.is_shared(self.reducer):
             self._refuse_nested()
         if (told := Join.notify_join_context(self)) is not None:
             told.wait()
@@ -130,7 +138,7 @@ class UnevenInputs(Joinable):
             "under join a wrapper's forward needs its backward before another wrapper of the group has its "
             "forward, because a rank without inputs cannot know the order of the others' collectives"
         )
-        self.reducer.lane.fail_forward(self.reducer, reason)
+        self.reducer.turns.fail_forward(self.reducer, reason)
         raise StepError(f"{reason} (rank: {self._group.rank})")
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -143,7 +151,7 @@ class UnevenInputs(Joinable):
         if len(last.active) < self._group.size:
             take_over(
                 self._group,
-                [whole_parameter(each) for each in self.reducer.parameters],
+                self.reducer.context.parameters.whole,
                 self.device,
                 source=last.authority,
                 bytes_at_once=self.broadcast_bucket_size,

@@ -1,15 +1,16 @@
 """What autograd tells: a gradient is ready, a backward begins, a backward has ended or was lost.
 
 Note [The end of backward]. The end is an event, not a count. It is queued on the backward that runs when it
-is asked for. Inside a re-entrant checkpoint that is only an inner backward, which ends too early; therefore
-outputs are marked, and their mark runs first of all, in the outermost backward. Where there is no mark,
-because a method other than forward was called, the first gradient asks for the end.
+is asked for. Inside a re-entrant checkpoint that is only an inner backward, which ends too early. Therefore
+outputs have a hook that runs first of all, in the outermost backward, and asks for the end. If there is no
+such hook, because a method other than forward was called, the first gradient asks for it.
 
 Private parts of torch that are used here, tried with torch 2.13: ``queue_callback`` of the engine,
-``_will_engine_execute_node``, ``_current_graph_task_id``.
+``_will_engine_execute_node``, ``_current_graph_task_id``, ``_post_accumulate_grad_hooks``.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,85 +23,121 @@ from paceline.tensors.dtensor import Trained
 from paceline.tracing import traced_as, untraced_with_calls
 
 
-class Arrivals:
-    """Notes each gradient that was added to a parameter's ``.grad``, and has someone look at the notes.
+class GradHooks:
+    """Hooks on parameters that run when a gradient was added to ``.grad``.
 
-    A note costs far less than a look. The first arrival of a backward is looked at at once, then every so
-    many, and those of eager parameters always.
+    Most calls only note the parameter, which costs far less than a look at it. ``on_grads`` is called for the
+    first gradient of a backward, then for every N-th, and always for eager parameters.
 
     Args:
-        look: looks at ``noted``; must not keep the parameters alive.
-        every: how many arrivals there are at most between two looks.
-        in_graph: what compiled autograd traces in the place of a note.
+        parameters: every parameter, by slot.
+        on_grads: called when there are gradients to look at; held weakly, because parameters hold the hooks.
+        every: the largest number of gradients between two calls of ``on_grads``.
+        in_graph: what compiled autograd traces instead of these hooks.
 
     Attributes:
-        noted: parameters in the order in which their gradients arrived, until cleared.
+        nested: whether another wrapper averages the same gradients; it finds them in ``.grad`` until the end
+            of backward.
+        removed: whether the hooks were taken off for good.
     """
 
-    def __init__(self, look: Callable[[], None], every: int, in_graph: Callable[[Tensor], None]) -> None:
-        self.noted: list[Trained] = []
+    def __init__(
+        self,
+        parameters: Sequence[Trained],
+        on_grads: Callable[[], None],
+        every: int,
+        in_graph: Callable[[Tensor], None],
+    ) -> None:
+        self._on_grads = weakref.WeakMethod(on_grads)
+        self._in_graph = in_graph
+        self._parameters = parameters
+        self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._hooks: dict[int, _Hook] = {}
-        self._hooks_a_parameter: list[dict[int, object]] = []
-        noted, append = self.noted, self.noted.append
+        self._waiting: set[int] = set()
+        self._eager: Container[int] = ()
+        self._hooks_per_parameter: list[dict[int, object]] = []
+        self.nested = False
+        self.removed = False
+        self._arrived: list[Trained] = []
+        self._seen = 0
+        self._on_grad, self._on_grad_eagerly = self._make_hook(every), self._make_hook(1)
 
-        @traced_as(in_graph)
+    def _make_hook(self, every: int) -> "Callable[[Trained], None]":
+        arrived, append, weak_on_grads = self._arrived, self._arrived.append, self._on_grads
+
+        @traced_as(self._in_graph)
         @untraced_with_calls
-        def note(parameter: Trained) -> None:
+        def on_grad(parameter: Trained) -> None:
             append(parameter)
-            count = len(noted)
-            if count == 1 or not count % every:
-                look()
+            count = len(arrived)
+            if (count == 1 or not count % every) and (on_grads := weak_on_grads()) is not None:
+                on_grads()
 
-        @traced_as(in_graph)
-        @untraced_with_calls
-        def note_eagerly(parameter: Trained) -> None:
-            append(parameter)
-            look()
+        return on_grad
 
-        self._note, self._note_eagerly = note, note_eagerly
+    def follow(self, slots: Iterable[int], *, eager: Container[int]) -> None:
+        """Have hooks on the parameters of these slots from now on; they may have some already."""
+        self._waiting = set(slots)
+        self._eager = eager
+        self.attach()
 
-    def watch(self, parameters: Mapping[int, Trained], *, eager: Container[int]) -> None:
-        """Note the gradients of these slots' parameters from now on."""
-        for slot, parameter in parameters.items():
-            note = self._note_eagerly if slot in eager else self._note
+    def attach(self) -> None:
+        """Put hooks on parameters that have none yet; on a frozen one as soon as it requires a gradient."""
+        found = {slot for slot in self._waiting if self._parameters[slot].requires_grad}
+        if not found or self.removed:
+            return
+        self._waiting -= found
+        for slot in found:
+            call = self._on_grad_eagerly if slot in self._eager else self._on_grad
             known = self._hooks.get(slot)
-            if known is not None and known.note is not note:
+            if known is not None and known.call is not call:
                 known.handle.remove()
-            if known is None or known.note is not note:
-                self._hooks[slot] = _Hook(parameter, note)
-        self._hooks_a_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
+            if known is None or known.call is not call:
+                self._hooks[slot] = _Hook(self._parameters[slot], call)
+        self._hooks_per_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
 
-    def stay_last(self) -> bool:
-        """Move behind hooks that users have put on parameters since; returns whether none comes after."""
-        if self.are_not_last():
-            for hook in self._hooks.values():
-                hook.move_to_end()
-            return not self.are_not_last()
-        return True
+    def new(self) -> list[int]:
+        """Slots whose gradients have arrived since the last call, in order."""
+        slot_of = self._slot_of
+        slots = [slot_of[id(parameter)] for parameter in self._arrived[self._seen :]]
+        self._seen = len(self._arrived)
+        return slots
 
-    def are_not_last(self) -> bool:
-        """Whether some parameter has a hook that would run after ours."""
-        if max(map(len, self._hooks_a_parameter), default=0) < 2:
-            return False
-        return any(not hook.is_last() for hook in self._hooks.values())
+    def add(self, slots: Iterable[int]) -> None:
+        """Note gradients that came another way."""
+        self._arrived.extend(self._parameters[slot] for slot in slots)
 
     def clear(self) -> None:
-        """Forget what was noted."""
-        self.noted.clear()
+        """Forget what has arrived."""
+        self._arrived.clear()
+        self._seen = 0
+
+    def move_to_end(self) -> None:
+        """Run after hooks that users have put on parameters since."""
+        if not self.run_last():
+            for hook in self._hooks.values():
+                hook.move_to_end()
+
+    def run_last(self) -> bool:
+        """Whether no parameter has a hook that would run after ours."""
+        if max(map(len, self._hooks_per_parameter), default=0) < 2:
+            return True
+        return all(hook.is_last() for hook in self._hooks.values())
 
     def remove(self) -> None:
-        """Note nothing more."""
+        """Take all hooks off the parameters."""
+        self.removed = True
         for hook in self._hooks.values():
             hook.handle.remove()
         self._hooks.clear()
-        self._hooks_a_parameter = []
+        self._hooks_per_parameter = []
 
 
 class _Hook:
-    def __init__(self, parameter: Trained, note: Callable[[Trained], None]) -> None:
+    def __init__(self, parameter: Trained, call: Callable[[Trained], None]) -> None:
         self.parameter = parameter
-        self.note = note
-        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
+        self.call = call
+        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
         self.all_of_parameter: dict[int, object] = parameter._post_accumulate_grad_hooks
 
     def is_last(self) -> bool:
@@ -109,23 +146,23 @@ class _Hook:
     def move_to_end(self) -> None:
         if self.parameter.requires_grad and not self.is_last():
             self.handle.remove()
-            self.handle = self.parameter.register_post_accumulate_grad_hook(self.note)
+            self.handle = self.parameter.register_post_accumulate_grad_hook(self.call)
 
 
-def mark(outputs: Iterable[Any], begins: Callable[[], object], *, but: Iterable[Any]) -> None:
-    """Call back when a backward that accumulates gradients reaches one of the output tensors.
+def at_start_of_backward(outputs: Iterable[Any], begins: Callable[[], object], *, but: Iterable[Any]) -> None:
+    """Call ``begins`` when a backward that accumulates gradients reaches one of the output tensors.
 
     Args:
         outputs: what a module returned.
-        begins: called.
-        but: what the module was given; where an output comes from there, no parameter is behind it.
+        begins: called, perhaps more than once.
+        but: what the module was given; an output that comes from there has no parameter behind it.
     """
     seen = {given.grad_fn for given in but if isinstance(given, Tensor)}
     for output in outputs:
         node = output.grad_fn if isinstance(output, Tensor) else None
         if node is not None and node not in seen:
             seen.add(node)
-            node.register_prehook(_Mark(node, begins))
+            node.register_prehook(_StartOfBackward(node, begins))
 
 
 def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Callable[[], None]) -> None:
@@ -133,8 +170,8 @@ def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Ca
 
     Args:
         outputs: what a module returned.
-        enter: called; returns whether ``leave`` is to follow.
-        leave: called, whether that backward succeeds or not.
+        enter: returns whether ``leave`` is to follow.
+        leave: called whether that backward succeeds or not.
     """
 
     def reached(_grads: object) -> None:
@@ -147,8 +184,8 @@ def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Ca
 
 
 def at_end_of_backward(finish: Callable[[], None], lose: Callable[[], None]) -> None:
-    """Have ``finish`` called when the running backward has ended, or ``lose`` when it was given up."""
-    Variable._execution_engine.queue_callback(_End(finish, lose))
+    """Call ``finish`` when the running backward has ended, or ``lose`` when it raised."""
+    Variable._execution_engine.queue_callback(_EndOfBackward(finish, lose))
 
 
 def current_backward() -> int:
@@ -156,25 +193,25 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def is_ordinary(leaf: Node) -> bool:
+def accumulates_into_grad(leaf: Node) -> bool:
     """Whether the running backward adds the leaf's gradient to ``.grad``; distributed autograd's does not."""
     return _will_run(leaf)
 
 
-class _Mark:
+class _StartOfBackward:
     def __init__(self, node: Node, begins: Callable[[], object]) -> None:
         self._nexts = [next_ for next_, _ in node.next_functions]
         self._begins = begins
 
-    @traced_as(lambda _mark, _grads: None)  # there gradients are reduced in the graph, and nothing begins
+    @traced_as(lambda _self, _grads: None)  # there gradients are reduced in the graph, and nothing begins
     @untraced_with_calls
     def __call__(self, _grads: object) -> None:
         if _accumulates(self._nexts):
             self._begins()
 
 
-class _End:
-    """A callback that knows whether it was called before the engine let go of it."""
+class _EndOfBackward:
+    """A callback that knows whether it was called before the engine deletes it."""
 
     def __init__(self, finish: Callable[[], None], lose: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -195,9 +232,9 @@ class _End:
 def _accumulates(nodes: Iterable[Node | None]) -> bool:
     """Whether the running backward goes everywhere, or only to chosen inputs as autograd.grad's does.
 
-    In a backward that goes everywhere each node below one that runs will run. So one path down to a leaf
-    tells, with what lies beside it. A restricted backward that does add gradients (``backward(inputs=...)``)
-    is left to its first gradient.
+    In a backward that goes everywhere each node below one that runs will run. So it is enough to look at one
+    path down to a leaf, and at what is beside it. A restricted backward that does add gradients
+    (``backward(inputs=...)``) is left to its first gradient.
     """
     while present := [node for node in nodes if node is not None]:
         if not all(map(_will_run, present)):

@@ -1,96 +1,107 @@
-"""Several wrappers on one group: their collectives go in one order on every rank.
+"""Several wrappers on one group take turns, so that every rank issues their collectives in one order.
 
 Each reducer alone issues the same collectives on every rank. Two in one backward could still mix them in
 another order on each rank, because what arrives when depends on what a rank uses. So while another reducer
-of the group has a forward without a backward, nothing leaves before the end of backward, and there they go
-one after the other, in the order in which they were made.
+of the group has a forward without a backward, no bucket is launched before the end of backward, and there
+the reducers go one after the other, in the order in which they were made.
 """
 
+import contextlib
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
-from paceline.ddp.reducer.step_report import Outcome
+from paceline.ddp.reducer.autograd_hooks import at_end_of_backward, current_backward
+from paceline.ddp.reducer.step_report import StepOutcome
 
 
-class Member(Protocol):
-    """What a lane knows of a reducer.
+class TakesTurns(Protocol):
+    """What is known here of a reducer."""
 
-    Attributes:
-        expected: whether a forward was called since the last backward of the lane.
-    """
-
-    expected: bool
-
-    def is_in(self, backward: int) -> bool:
-        """Whether it has begun a step in that backward."""
+    @property
+    def is_syncing(self) -> bool:
+        """Whether its backward has begun a step; otherwise it only accumulates."""
 
     def finish(self) -> None:
-        """End its step."""
+        """End its part of a backward: average the gradients, if it is syncing."""
 
     def follow_up(self) -> None:
         """Do what follows a step that has ended well, on this rank alone."""
 
-    def give_up(self, outcome: Outcome, reason: str) -> None:
+    def give_up(self, outcome: StepOutcome, reason: str) -> None:
         """Tell the other ranks that its step is lost."""
 
     def drop(self) -> None:
-        """Forget its step without a word to the other ranks."""
+        """Forget its step, without telling the other ranks."""
+
+    def note_lost_backward(self) -> None:
+        """Its backward raised; what it has accumulated so far stays."""
 
 
-class Lane:
+class GroupTurns:
     """The reducers of one group, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[Member]] = []
+        self._reducers: list[weakref.ref[TakesTurns]] = []
+        # Those with a forward since the last synced backward.
+        self._expected: weakref.WeakSet[TakesTurns] = weakref.WeakSet()
+        # Those at work, by backward; not weak, because a backward may outlive the wrapper.
+        self._at_work: dict[int, list[TakesTurns]] = {}
 
-    def join(self, member: Member) -> None:
+    def join(self, reducer: TakesTurns) -> None:
         """Add a reducer."""
-        self._members.append(weakref.ref(member))
+        self._reducers.append(weakref.ref(reducer))
 
-    def leave(self, member: Member) -> None:
-        """Take a reducer out."""
-        self._members = [known for known in self._members if known() not in (None, member)]
+    def leave(self, reducer: TakesTurns) -> None:
+        """Remove a reducer."""
+        self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
+        self._expected.discard(reducer)
 
-    def is_shared(self, member: Member) -> bool:
+    def expect(self, reducer: TakesTurns) -> None:
+        """Note that a forward was called whose backward will be synced."""
+        self._expected.add(reducer)
+
+    def expect_no_more(self, reducer: TakesTurns) -> None:
+        """Note that a reducer's step is over."""
+        self._expected.discard(reducer)
+
+    def is_shared(self, reducer: TakesTurns) -> bool:
         """Whether another reducer may have collectives to issue in the same backward."""
-        return any(other.expected for other in self._alive() if other is not member)
+        return any(other is not reducer for other in self._expected)
 
-    def fail(self, members: Sequence[Member], outcome: Outcome, reason: str) -> None:
-        """Have the first reducer that the other ranks will finish tell them; they drop the rest, as do we."""
-        first, *others = [member for member in self._alive() if member in members]
-        for member in others:
-            member.drop()
-        first.give_up(outcome, reason)
+    def begin(self, reducer: TakesTurns) -> None:
+        """Call the reducer's ``finish`` when the running backward has ended."""
+        backward = current_backward()
+        if backward not in self._at_work:
+            at_end_of_backward(partial(self._end, backward), partial(self._lose, backward))
+        self._at_work.setdefault(backward, []).append(reducer)
 
-    def fail_forward(self, member: Member, reason: str) -> None:
-        """A forward raised: what was expected of the lane's next backward will not come."""
-        members = [other for other in self._alive() if other is member or other.expected]
-        self.fail(members, Outcome.RAISED_IN_FORWARD, reason)
+    def fail_forward(self, reducer: TakesTurns, reason: str) -> None:
+        """A forward raised: no backward will come, neither for it nor for those that wait for theirs."""
+        self._fail([reducer, *self._expected], StepOutcome.RAISED_IN_FORWARD, reason)
 
-    def fail_backward(self, backward: int) -> None:
-        """A backward raised."""
-        if members := [member for member in self._alive() if member.is_in(backward)]:
-            self.fail(members, Outcome.RAISED_IN_BACKWARD, "an exception")
-
-    def finish(self, backward: int) -> None:
-        """End every step of a backward, in order; once one has failed the rest fail on every rank alike."""
+    def _end(self, backward: int) -> None:
+        """End a backward, one reducer after the other; if one fails, the rest fail on every rank alike."""
         failed: BaseException | None = None
-        for member in self._alive():
-            member.expected = False
         ended = []
-        for member in [member for member in self._alive() if member.is_in(backward)]:
-            if failed is not None:
-                member.drop()
+        at_work = self._in_order(self._at_work.pop(backward))
+        if any(reducer.is_syncing for reducer in at_work):
+            self._expected.clear()
+        for reducer in at_work:
+            is_syncing = reducer.is_syncing
+            if failed is not None and is_syncing:
+                reducer.drop()
                 continue
             try:
-                member.finish()
-                ended.append(member)
+                reducer.finish()
             except BaseException as error:  # raised below, when the others are done
-                failed = error
-        for member in ended:
+                failed = failed or error
+            else:
+                ended += [reducer] if is_syncing else []
+        for reducer in ended:
             try:
-                member.follow_up()
+                reducer.follow_up()
             except BaseException as error:
                 failed = failed or error
         if failed is not None:
@@ -99,13 +110,32 @@ class Lane:
             finally:
                 del failed  # or the error, its traceback and this frame would keep each other alive
 
-    def _alive(self) -> list[Member]:
-        return [member for known in self._members if (member := known()) is not None]
+    def _lose(self, backward: int) -> None:
+        """A backward raised."""
+        at_work = self._at_work.pop(backward)
+        syncing = [reducer for reducer in at_work if reducer.is_syncing]
+        for reducer in at_work:
+            reducer.note_lost_backward()
+        # That exception is on its way; if the group is gone too, it says more than a second one.
+        with contextlib.suppress(Exception):
+            if syncing:
+                self._fail(syncing, StepOutcome.RAISED_IN_BACKWARD, "an exception")
+
+    def _fail(self, reducers: Sequence[TakesTurns], outcome: StepOutcome, reason: str) -> None:
+        """Have the first reducer that the other ranks will finish tell them; they drop the rest, as we do."""
+        first, *others = self._in_order(reducers)
+        for reducer in others:
+            reducer.drop()
+        first.give_up(outcome, reason)
+
+    def _in_order(self, reducers: Sequence[TakesTurns]) -> list[TakesTurns]:
+        known = [reducer for reference in self._reducers if (reducer := reference()) is not None]
+        return [reducer for reducer in known if reducer in reducers]
 
 
-_lanes: dict[str, Lane] = {}
+_turns: dict[str, GroupTurns] = {}
 
 
-def lane_of(group_name: str) -> Lane:
-    """The lane of a group, by the name that all ranks know it by."""
-    return _lanes.setdefault(group_name, Lane())
+def turns_of(group_name: str) -> GroupTurns:
+    """The turns of a group, by the name that all ranks know it by."""
+    return _turns.setdefault(group_name, GroupTurns())

@@ -1,4 +1,4 @@
-"""One step's buckets on their way: launched, landed, with the waybill in the last or beside it."""
+"""One step's buckets in flight: launched, waited for, with the step report behind the last or beside them."""
 
 import contextlib
 import math
@@ -10,10 +10,9 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.ddp.exchange.exchange import Bucket, Exchange
-from paceline.ddp.reducer import verdict
-from paceline.ddp.reducer.bucket_set import Fleet
-from paceline.ddp.reducer.step_report import RAISED, Outcome, Report, Summary
+from paceline.ddp.buckets.bucket_set import Bucket, BucketSet
+from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.reducer.step_report import RAISED, RankReport, ReportLayout, StepOutcome, StepSummary
 from paceline.errors import (
     BrokenHookError,
     CollectiveError,
@@ -22,204 +21,221 @@ from paceline.errors import (
     PeerError,
     StalledError,
     StepError,
+    WeightsError,
 )
 from paceline.recording.recorder import Recorder
 
-# So many seconds the others are waited for by a rank that has an exception to raise.
-_PATIENCE = 5.0
+# How long a rank that has an exception to raise waits for the others, in seconds.
+_GIVE_UP_SECONDS = 5.0
+_NAMES_SHOWN = 4
 
 
 class _UnheardError(StepError):
     """The other ranks have not come to where this one gave up."""
 
 
-class Flight:
-    """Owns what one step has in flight.
+class InFlight:
+    """Owns what one step has launched.
 
     Args:
-        fleet: the buckets.
-        exchange: how they are averaged.
-        group: among whom.
+        bucket_set: the buckets.
+        layout: of the step report.
+        exchange: how buckets are averaged.
+        group: the ranks.
         step: the step's number, for errors.
-        recorder: stamps launches and landings.
+        recorder: records launches and ends.
 
     Attributes:
-        pending: launched buckets, by number.
+        launched: buckets in flight, by number.
+        outcome: how this rank's step goes.
+        mistake: a hook's first mistake; the other ranks are told of it.
         broken: why this rank or another can no longer follow the others' collectives.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        bucket_set: BucketSet,
+        layout: ReportLayout,
         exchange: Exchange,
         group: Group,
         step: int,
         recorder: Recorder,
     ) -> None:
-        self._fleet = fleet
+        self._set = bucket_set
+        self._layout = layout
         self._exchange = exchange
         self._group = group
         self._step = step
         self._recorder = recorder
-        self._outcome = Outcome.FINE
-        self.broken: str | None = None
         self._deadline = math.inf
-        self._waybill: Pending | None = None
-        self.pending: dict[int, Pending] = {}
+        self._report: Pending | None = None
+        self.launched: dict[int, Pending] = {}
+        self.outcome = StepOutcome.FINE
+        self.mistake: HookError | None = None
+        self.broken: str | None = None
 
     def begin(self, weight: float | None, ranks: int) -> None:
-        """Tell the exchange of the step."""
-        try:
+        """Tell the exchange that a step begins."""
+        with self._breaking_off(0):
             self._exchange.begin(weight, ranks)
-        except BaseException as error:
-            self._break_off(0, error)
-            raise
 
-    def launch(self, number: int, report: Callable[[], Report] = Report) -> None:
-        """Send a full bucket; the report is asked for if it is the one that carries the waybill."""
+    def launch(self, number: int, report: RankReport | None = None) -> None:
+        """Launch a full bucket, with this rank's report if it is the report's bucket."""
         self._recorder.launched(number)
-        bucket = self._fleet.buckets[number]
-        is_carrier = number == self._fleet.plan.carrier
-        if is_carrier and self._exchange.carries_waybill:
-            self._write_waybill(report)
-        if bucket.slots or self._exchange.carries_waybill:
-            self.pending[number] = self._launch(bucket, number, is_last=number == self._fleet.plan.last)
-
-    def _launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
-        try:
-            return self._exchange.launch(bucket, number, is_last=is_last)
-        except BaseException as error:
-            self._break_off(number, error)
-            raise
-
-    def shadow(self) -> None:
-        """Say in the waybill that this rank has nothing left to contribute."""
-        self._outcome = Outcome.EXHAUSTED
-
-    @property
-    def is_shadow(self) -> bool:
-        """Whether this rank has nothing to contribute."""
-        return self._outcome is Outcome.EXHAUSTED
+        bucket, plan = self._set.buckets[number], self._set.plan
+        if number == plan.report_bucket and self._exchange.carries_report:
+            self._write_report(report)
+        if bucket.slots or self._exchange.carries_report:
+            is_last = number == plan.last_with_slots
+            with self._breaking_off(number):
+                self.launched[number] = self._exchange.launch(bucket, number, is_last=is_last)
 
     @property
     def has_room(self) -> bool:
-        """Whether another bucket may leave now."""
-        return not self._exchange.serial or all(pending.done() for pending in self.pending.values())
+        """Whether another bucket may be launched now."""
+        return not self._exchange.one_at_a_time or all(each.done() for each in self.launched.values())
 
-    def make_room(self) -> None:
-        """Wait until another bucket may leave."""
+    def wait_for_room(self) -> None:
+        """Wait until another bucket may be launched."""
         if not self.has_room:
-            number, pending = next(reversed(self.pending.items()))
-            with (
-                self._naming(self._fleet.buckets[number], number) as unusual,
-                _leaving_errors_to_the_landing(),
-            ):
-                pending.wait(unusual)
+            number, pending = next(reversed(self.launched.items()))
+            with self._naming(self._set.buckets[number], number) as on_slow, _errors_come_later():
+                pending.wait(on_slow)
 
-    def launch_nothing(self, outcome: Outcome) -> None:
-        """Send zeros for every bucket that has not left, with word of why.
+    def finished(self) -> Iterator[Bucket]:
+        """Wait for every bucket in launch order; gives each as soon as it holds its result.
 
-        A hook may need several rounds, for each of which it must hear the other ranks. They are waited for,
-        but not for long: an exception is on its way here. What is left then is for the next forward.
+        A hook's mistake is kept in ``mistake``, because the other ranks have to be told first.
         """
-        self._outcome = outcome
-        if self._exchange.carries_waybill:
-            self._launch_rest()
-            return
-        self._deadline = time.monotonic() + _PATIENCE
-        try:
-            with contextlib.suppress(_UnheardError):
-                self.settle()
-        finally:
-            self._deadline = math.inf
-
-    def _launch_rest(self) -> None:
-        for number, bucket in enumerate(self._fleet.buckets):
-            if number not in self.pending:
-                bucket.zero()
-                self.make_room()
-                self.launch(number)
-
-    def land_all(self, *, hand_out: bool) -> HookError | None:
-        """Wait for every bucket; a hook's mistake is returned, so that the other ranks can be told of it."""
-        mistake = None
-        for number, pending in self.pending.items():
-            bucket = self._fleet.buckets[number]
+        for number, pending in self.launched.items():
+            bucket = self._set.buckets[number]
             try:
-                self._land(bucket, number, pending)
-                self._recorder.done(number)
-                if hand_out:
-                    bucket.hand_out()
+                with self._naming(bucket, number) as on_slow:
+                    self._exchange.wait(bucket, number, pending, on_slow)
             except BrokenHookError:
                 raise
             except HookError as error:
                 self._group.roll_call.tell_why(self._step, repr(error))
-                mistake = mistake or error
-                self._outcome = Outcome.RAISED_IN_BACKWARD
-        return mistake
+                self.mistake = self.mistake or error
+                self.outcome = StepOutcome.RAISED_IN_BACKWARD
+            else:
+                self._recorder.done(number)
+                yield bucket
 
-    def read_waybill(self, report: Callable[[], Report]) -> Summary:
-        """What all ranks said of the step; the report is asked for if the waybill goes beside the buckets."""
-        if not self._exchange.carries_waybill:
+    def read_report(self, report: Callable[[], RankReport]) -> StepSummary:
+        """What all ranks said of the step; ``report`` makes this rank's, if it travels beside the buckets."""
+        if not self._exchange.carries_report:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
-            self._exchange_waybill(report)
+            self._exchange_report(report())
         self._recorder.landed()
-        return self._fleet.waybill.read(self._fleet.tail)
+        return self._layout.read(self._set.report)
 
     def average(self, bucket: Bucket, number: int) -> None:
-        """Send one more bucket and wait for it."""
-        self._land(bucket, number, self._launch(bucket, number, is_last=True))
+        """Launch one more bucket and wait for it; a hook's mistake is kept in ``mistake``."""
+        try:
+            with self._breaking_off(number):
+                pending = self._exchange.launch(bucket, number, is_last=True)
+            with self._naming(bucket, number) as on_slow:
+                self._exchange.wait(bucket, number, pending, on_slow)
+        except BrokenHookError:
+            raise
+        except HookError as error:  # raised when all ranks are through
+            self.mistake = self.mistake or error
 
-    def confirm(self, mistake: HookError | None) -> None:
-        """Raise on every rank if a hook made a mistake on some rank after the waybill had been read."""
-        if self._exchange.carries_waybill:
+    def confirm(self) -> None:
+        """Raise on every rank if a hook made a mistake on some rank after the report had been read."""
+        if self._exchange.carries_report:
             return
-        if mistake is not None:
-            self._group.roll_call.tell_why(self._step, repr(mistake))
-        failed = torch.zeros(self._group.size, device=self._fleet.tail.device)
-        failed[self._group.rank] = mistake is not None
-        carrier = self._fleet.plan.carrier
-        with self._naming(self._fleet.buckets[carrier], carrier) as unusual:
-            self._group.all_reduce(failed).wait(unusual)
-        if mistake is not None:
-            raise mistake
-        raised = {rank: Outcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
-        verdict.check(Summary(used=[], raised=raised), self._step, self._group)
+        if self.mistake is not None:
+            self._group.roll_call.tell_why(self._step, repr(self.mistake))
+        failed = torch.zeros(self._group.size, device=self._set.report.device)
+        failed[self._group.rank] = self.mistake is not None
+        with self._naming_report() as on_slow:
+            self._group.all_reduce(failed).wait(on_slow)
+        if self.mistake is not None:
+            raise self.mistake
+        raised = {rank: StepOutcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
+        self.check(StepSummary(used=[], raised=raised))
 
-    def settle(self) -> None:
+    def check(self, summary: StepSummary) -> None:
+        """Raise, on every rank alike, if the ranks' reports do not add up to a step."""
+        for rank, outcome in summary.raised.items():
+            where = "forward" if outcome is StepOutcome.RAISED_IN_FORWARD else "backward"
+            reason = self._group.roll_call.why(self._step, rank) or "an exception"
+            raise PeerError(
+                f"rank {rank} raised {reason} in {where} of step {self._step}; the step is lost on every "
+                f"rank, and its gradients are dropped (here: rank {self._group.rank})"
+            )
+        without = [
+            rank
+            for rank, weight in enumerate(summary.weights)
+            if weight is None and rank not in summary.without_inputs
+        ]
+        if without and summary.total_weight is not None:
+            raise WeightsError(
+                f"step {self._step} was weighed on some ranks only, and its gradients are dropped "
+                f"(ranks without a weight: {without})"
+            )
+
+    def launch_zeros(self, outcome: StepOutcome) -> None:
+        """Launch zeros for every bucket that is not launched, and report why.
+
+        A hook may need several collectives, and has to hear the other ranks for each. They are waited for,
+        but not for long: this rank has an exception to raise. What is left then is for the next forward.
+        """
+        self.outcome = outcome
+        if self._exchange.carries_report:
+            self._launch_rest()
+            return
+        self._deadline = time.monotonic() + _GIVE_UP_SECONDS
+        try:
+            with contextlib.suppress(_UnheardError):
+                self.wait_for_rest()
+        finally:
+            self._deadline = math.inf
+
+    def wait_for_rest(self) -> None:
         """Wait for what is left of a step that was lost: its storage is needed again."""
         if self.broken is not None:
             self._refuse_to_go_on()
-        if self._outcome in RAISED:
+        if self.outcome in RAISED:
             self._launch_rest()
-        for number, pending in self.pending.items():
-            # A hook's mistake was told when it was made.
-            with contextlib.suppress(HookError):
-                self._land(self._fleet.buckets[number], number, pending)
-        if self._outcome in RAISED and not self._exchange.carries_waybill:
-            self._exchange_waybill(Report)
+        for number, pending in self.launched.items():
+            bucket = self._set.buckets[number]
+            # The other ranks were told of a hook's mistake when it was made.
+            with contextlib.suppress(HookError), self._naming(bucket, number) as on_slow:
+                self._exchange.wait(bucket, number, pending, on_slow)
+        if self.outcome in RAISED and not self._exchange.carries_report:
+            self._exchange_report(None)
 
-    def _write_waybill(self, report: Callable[[], Report]) -> None:
-        written = report() if self._outcome is Outcome.FINE else Report(outcome=self._outcome)
-        self._fleet.waybill.write(self._fleet.tail, self._group.rank, written)
+    def _launch_rest(self) -> None:
+        for number, bucket in enumerate(self._set.buckets):
+            if number not in self.launched:
+                bucket.zero()
+                self.wait_for_room()
+                self.launch(number)
 
-    def _exchange_waybill(self, report: Callable[[], Report]) -> None:
-        if self._waybill is None:
-            self._write_waybill(report)
-            self._waybill = self._group.all_reduce(self._fleet.tail)
-        carrier = self._fleet.plan.carrier
-        with self._naming(self._fleet.buckets[carrier], carrier) as unusual:
-            self._waybill.wait(unusual)
+    def _write_report(self, report: RankReport | None) -> None:
+        if report is None or self.outcome is not StepOutcome.FINE:
+            report = RankReport(outcome=self.outcome)
+        self._layout.write(self._set.report, self._group.rank, report)
 
-    def _land(self, bucket: Bucket, number: int, pending: Pending) -> None:
-        with self._naming(bucket, number) as unusual:
-            self._exchange.land(bucket, number, pending, unusual)
+    def _exchange_report(self, report: RankReport | None) -> None:
+        if self._report is None:
+            self._write_report(report)
+            self._report = self._group.all_reduce(self._set.report)
+        with self._naming_report() as on_slow:
+            self._report.wait(on_slow)
+
+    def _naming_report(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        number = self._set.plan.report_bucket
+        return self._naming(self._set.buckets[number], number)
 
     @contextlib.contextmanager
     def _naming(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
         """Say which reduction failed, and who is missing."""
         try:
-            yield partial(self._look_around, number)
+            yield partial(self._on_slow, number)
         except BrokenHookError as error:
             self._break_off(number, error)
             raise
@@ -227,39 +243,58 @@ class Flight:
             raise
         except RuntimeError as error:
             if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
-                # Those of other hosts cannot see what has happened on this one.
+                # Ranks of other hosts cannot see what has happened on this one.
                 self._group.roll_call.tell_why(self._step, repr(error))
                 self._group.roll_call.break_off(self._step, f"bucket {number}")
-            raise StalledError(verdict.stalled(bucket, number, self._step, self._group, error)) from error
+            raise StalledError(self._describe_stall(bucket, number, error)) from error
 
-    def _look_around(self, number: int) -> None:
-        """A wait takes long: say so, and see whether another rank has left."""
+    def _describe_stall(self, bucket: Bucket, number: int, error: Exception) -> str:
+        names = [slot.name for slot in bucket.slots]
+        if len(names) > _NAMES_SHOWN:
+            names = [*names[:2], "…", names[-1]]
+        missing = self._group.roll_call.missing(self._step, number)
+        who = f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
+        return (
+            f"bucket {number} ({', '.join(names)}) of step {self._step} was not reduced on rank "
+            f"{self._group.rank}; {who}; such a rank ran no backward in this step, is still in it, or has "
+            f"died ({error})"
+        )
+
+    def _on_slow(self, number: int) -> None:
+        """A wait takes long: say so to the others, and see whether another rank has given up."""
         if time.monotonic() > self._deadline:
             raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
-        roll_call = self._group.roll_call
-        roll_call.post(self._step, number)
-        for rank in roll_call.broken(self._step):
-            why = roll_call.why(self._step, rank)
+        notes = self._group.roll_call
+        notes.post(self._step, number)
+        for rank in notes.broken(self._step):
+            why = notes.why(self._step, rank)
             if why is None:  # that rank only heard of another's exception, as this one is about to
                 continue
-            reason = f"rank {rank} raised {why} of step {self._step}"
-            self.broken = reason
-            roll_call.break_off(self._step, f"waiting for bucket {number}")
+            self.broken = f"rank {rank} raised {why} of step {self._step}"
+            notes.break_off(self._step, f"waiting for bucket {number}")
             raise PeerError(
-                f"{reason}; the step is lost on every rank, and its gradients are dropped "
+                f"{self.broken}; the step is lost on every rank, and its gradients are dropped "
                 f"(here: rank {self._group.rank}, waiting for bucket {number})"
             )
 
+    @contextlib.contextmanager
+    def _breaking_off(self, number: int) -> Iterator[None]:
+        """If a hook raises, its next collectives are not launched: tell the other ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self._break_off(number, error)
+            raise
+
     def _break_off(self, number: int, error: BaseException) -> None:
         self.broken = f"{error!r} in the hook for bucket {number}"
-        roll_call = self._group.roll_call
-        roll_call.tell_why(self._step, self.broken)
-        roll_call.break_off(self._step, f"bucket {number}")
+        self._group.roll_call.tell_why(self._step, self.broken)
+        self._group.roll_call.break_off(self._step, f"bucket {number}")
 
     def _refuse_to_go_on(self) -> None:
-        """Raise unless every rank broke off at the same place, so that nobody waits for anyone."""
-        places = self._group.roll_call.all_broken(self._step)
-        if len(places) < self._group.size or len({*places.values()}) > 1:
+        """Raise unless every rank stopped at the same point, so that nobody waits for anyone."""
+        points = self._group.roll_call.all_broken(self._step)
+        if len(points) < self._group.size or len({*points.values()}) > 1:
             raise StepError(
                 f"the ranks' collectives no longer match: {self.broken}, and only the hook knows what it "
                 "would have sent. Make a new process group, and give it to the hook and to "
@@ -268,10 +303,10 @@ class Flight:
 
 
 @contextlib.contextmanager
-def _leaving_errors_to_the_landing() -> Iterator[None]:
+def _errors_come_later() -> Iterator[None]:
     try:
         yield
     except (PeerError, StalledError, _UnheardError):
         raise
-    except Exception:  # noqa: S110  # a hook's future raises it again when it is landed
+    except Exception:  # noqa: S110  # a hook's future raises it again when its bucket is waited for
         pass

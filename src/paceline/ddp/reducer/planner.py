@@ -1,13 +1,22 @@
-"""Which plan is in force, and when the next one takes over. Pure: no tensors here.
+"""Which bucket plan is in force, and when the next one takes over. Pure: no tensors here.
 
-The first backward teaches: under the first plan nothing leaves before its end, and the order in which
-gradients arrived on rank 0 becomes the second plan's. A slot that is thawed later gets a place at the end
-of that order.
+The first backward teaches: no bucket is launched before its end, and the order in which gradients became
+ready on rank 0 becomes the order of the second plan. A parameter that is unfrozen later gets a place at the
+end of that order.
 """
 
+import enum
 from collections.abc import Sequence
 
-from paceline.ddp.buckets.plan import BucketCaps, Slot, guess_plan, make_plan
+from paceline.ddp.buckets.plan import BucketCaps, Slot, make_plan, plan_in_reverse
+
+
+class PlanStage(enum.Enum):
+    """What the plan in force is based on."""
+
+    GUESS = enum.auto()  # the order of the parameters; no step has ended yet
+    KEPT = enum.auto()  # the same, after the first step: the order is not to be learned
+    LEARNED = enum.auto()  # the order in which the first backward made gradients ready on rank 0
 
 
 class Planner:
@@ -15,10 +24,10 @@ class Planner:
 
     Args:
         slots: every slot.
-        trainable: those that are to be reduced from the start, by index.
-        first_caps: bucket caps of the first plan.
+        trainable: slots that are reduced from the start, by index.
+        first_caps: bucket caps while the order is guessed, if it is to be learned.
         caps: bucket caps of every other plan.
-        rebuild: whether to learn the order of arrival; if not, plans go by the order of the slots.
+        rebuild: whether to learn the order; if not, plans follow the order of the parameters.
     """
 
     def __init__(
@@ -41,32 +50,37 @@ class Planner:
         ]
 
     def restart(self) -> None:
-        """Learn anew, as when the group has changed."""
-        self.teaching = self._rebuild
-        self.learned = False
-        self.rebuilt = False
+        """Learn again from the start, as when the group has changed."""
+        self.stage = PlanStage.GUESS
         self.order = [*reversed(self._trainable)]
-        self.plan = guess_plan(self._slots, self._trainable, self._first_caps)
+        self.plan = plan_in_reverse(self._slots, self._trainable, self._first_caps)
+
+    @property
+    def learns_order(self) -> bool:
+        """Whether the next step's ready order becomes the plan's."""
+        return self._rebuild and self.stage is PlanStage.GUESS
 
     def learn(self, order: Sequence[int]) -> bool:
-        """Take in what a finished step showed; returns whether there is a new plan."""
-        self.learned = True
-        if not self.teaching:
+        """Take in the ready order of a finished step; returns whether there is a new plan."""
+        if self.stage is not PlanStage.GUESS:
             return False
-        self.teaching = False
-        self.rebuilt = True
-        planned, arrived = set(self.order), set(order)
+        if not self._rebuild:
+            self.stage = PlanStage.KEPT
+            return False
+        self.stage = PlanStage.LEARNED
+        planned, ready = set(self.order), set(order)
         self.order = [
             *(slot for slot in order if slot in planned),
-            *(slot for slot in self.order if slot not in arrived),
+            *(slot for slot in self.order if slot not in ready),
         ]
         self.plan = make_plan(self._slots, self.order, self._caps)
         return True
 
-    def thaw(self, slots: Sequence[int]) -> None:
+    def add(self, slots: Sequence[int]) -> None:
         """Give slots that were outside the plan a place in it."""
         self.order = [*self.order, *slots]
-        self.plan = make_plan(self._slots, self.order, self._first_caps if self.teaching else self._caps)
+        caps = self._first_caps if self.learns_order else self._caps
+        self.plan = make_plan(self._slots, self.order, caps)
 
     def outside(self) -> list[int]:
         """Slots that the plan does not cover."""

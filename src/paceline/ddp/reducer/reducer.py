@@ -1,47 +1,41 @@
-"""Averages gradients over the ranks while backward still runs.
+"""Averages gradients across ranks while backward still runs.
 
-What lives as long as the wrapper does: which plan is in force, what parameters have accumulated, and which
-backward is running. Each synced backward is a step of its own, see Note [One step].
+A Reducer lives as long as its wrapper. It knows which bucket plan is in force, what has been accumulated, and
+whether a backward is running. Each synced backward is a Step of its own, see Note [One step].
 
-Note [Linearity]. What is averaged is ``.grad`` as it stands: the average of what is equal on all ranks is
-itself, so a second backward, or one that follows accumulation, gives the sum of the averages.
+Note [Linearity]. What is averaged is ``.grad`` as it is: the average of what is equal on all ranks is itself,
+so a second backward, or one that follows accumulation, gives the sum of the averages.
 """
 
 import contextlib
+import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypedDict
 
 import torch
-from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.ddp.buckets.plan import Plan as BucketPlan
-from paceline.ddp.buckets.plan import Slot
-from paceline.ddp.exchange.exchange import Average, Exchange
+from paceline.ddp.buckets.bucket_set import BucketSet
+from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.accumulation import Accumulation
-from paceline.ddp.reducer.autograd_hooks import Arrivals, at_end_of_backward, current_backward
-from paceline.ddp.reducer.bucket_set import Fleet
-from paceline.ddp.reducer.group_turns import lane_of
-from paceline.ddp.reducer.in_backward import InBackward
-from paceline.ddp.reducer.in_flight import Flight
-from paceline.ddp.reducer.planner import Planner
-from paceline.ddp.reducer.readiness import Ledger
-from paceline.ddp.reducer.step import BATCH, Means, Step
-from paceline.ddp.reducer.step_report import Outcome, Summary, Waybill
-from paceline.ddp.reducer.strict import Strict
-from paceline.ddp.reducer.torch_reducer import TorchNames
+from paceline.ddp.reducer.after_step import AfterStep
+from paceline.ddp.reducer.autograd_hooks import GradHooks, current_backward
+from paceline.ddp.reducer.group_turns import turns_of
+from paceline.ddp.reducer.planner import Planner, PlanStage
+from paceline.ddp.reducer.readiness import Readiness
+from paceline.ddp.reducer.step import BATCH, Step, StepContext
+from paceline.ddp.reducer.step_report import ReportLayout, StepOutcome, StepSummary
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
-from paceline.ddp.reducer.variants.distributed_autograd import RemoteGrads
+from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutograd
 from paceline.ddp.state.buffers import ModuleBuffers
-from paceline.ddp.state.precision import Precision
+from paceline.ddp.state.parameters import ReducedParameters
 from paceline.errors import StepError, UnsupportedError
 from paceline.recording.chapter import About, Bucket, Plan
-from paceline.recording.recorder import Recorder, folder_from_environment
+from paceline.recording.recorder import Recorder
 from paceline.recording.rows import Kind
-from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
 
 class Phase(enum.Enum):
@@ -52,261 +46,322 @@ class Phase(enum.Enum):
     SYNCING = enum.auto()
 
 
-class Reducer(TorchNames):
+class StrictChecks(Protocol):
+    """Raises where torch's reducer raises.
+
+    Attributes:
+        error: the last refusal in words.
+        skip_unused: whether a bucket that this rank did not use is not launched.
+        static: whether the graph was said never to change.
+    """
+
+    error: str | None
+    skip_unused: bool
+    static: bool
+
+    def begin(self) -> None:
+        """A new iteration begins."""
+
+    def mark(self, slot: int) -> None:
+        """A gradient arrived."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketOptions:
+    """How buckets are made.
+
+    Attributes:
+        as_views: whether a gradient may change in the next step although somebody holds it.
+        dtype: the data type in which gradients travel; each in its parameter's own type if None.
+    """
+
+    as_views: bool
+    dtype: torch.dtype | None
+
+
+class Reducer:
     """One wrapped module's gradients.
 
     Args:
-        slots: every parameter that may get a gradient, now or once it is thawed.
-        parameters: the parameters, in the order of the slots.
-        group: whom to average with.
-        planner: makes the plans.
-        buffers: the module's buffers; each step tells the ranks whether anyone's have changed.
-        as_views: whether gradients are views of the buckets' storage.
+        parameters: every parameter that may get a gradient, now or once it is unfrozen.
+        group: the ranks to average with.
+        exchange: how buckets are averaged.
+        planner: makes the bucket plans.
+        buffers: the module's buffers; in each step ranks tell each other whether theirs have changed.
+        recorder: records what happens when.
+        after_step: what follows a step that has ended well.
+        bucket_options: how buckets are made.
         strict: raises where torch's reducer raises.
-        about: what a recording of the wrapper is of.
-        precision: what lowers the parameters for forward and backward, if anything does.
 
     Attributes:
-        syncs: whether a backward is to be synced.
-        nested: whether another wrapper averages the same gradients; it finds them in ``.grad`` until the end.
-        weighs: whether contributions may be weighed.
-        ranks: among how many ranks the next step's sum is shared out.
-        in_backward: optimizers that step as soon as gradients are averaged.
-        expected: whether a forward was called since the last backward of the lane.
-        lane: the reducers of the group, which take turns.
-        step: how many steps there were.
-        recorder: stamps what happens.
-        summary: what the ranks said of the last step.
-        error: the last error in words.
-        remote: watches distributed autograd.
-        trainable_at_wrap: slots that the first plan covers; torch's figures count them alone.
+        syncs: whether backward passes are synced; ``no_sync`` switches it off.
+        ranks: the number of ranks that the next step's sum is divided by.
+        step_number: the number of steps so far.
+        last_summary: what the ranks reported of the last step.
+        last_error: the last error in words.
+        accumulation: what passes that were not synced have left.
+        turns: the reducers of the group, which take turns.
+        distributed_autograd: watches backward passes of distributed autograd.
     """
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        parameters: Sequence[Trained],
+        parameters: ReducedParameters,
         group: Group,
+        exchange: Exchange,
         planner: Planner,
         buffers: ModuleBuffers,
-        *,
-        as_views: bool,
-        strict: Strict | None,
+        recorder: Recorder,
+        after_step: AfterStep,
+        bucket_options: BucketOptions,
         about: Callable[[Group], About],
-        precision: Precision | None = None,
+        *,
+        strict: StrictChecks | None,
     ) -> None:
-        self.slots = slots
-        self.parameters = parameters
-        self.group = group
         self.planner = planner
-        self.exchange: Exchange = Average(group)
-        self._whole = [whole_parameter(each) for each in parameters]
+        self.after_step = after_step
+        self.accumulation = Accumulation(parameters.local)
         self.strict = strict
-        self.precision = precision
-        self.in_backward = InBackward(self._whole)
-        self.ranks = group.size
         self.syncs = True
-        self.weighs = True
-        self.step = 0
-        self.summary: Summary | None = None
-        self.recorder = Recorder(map(id, self._whole), folder_from_environment())
+        self._sync_next = False
+        self.ranks = group.size
+        self.step_number = 0
+        self.last_summary: StepSummary | None = None
+        self.last_error: str | None = None
         self._about = about
-        self.error: str | None = None
-        self._buffers = buffers
-        self._as_views = as_views
+        self._bucket_options = bucket_options
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
-        self._accumulation = Accumulation(parameters)
-        self._own_grads: list[Tensor | None] | None = None
         self._step: Step | None = None
-        self._given_up: Flight | None = None
-        self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
-        self._lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]] = _nothing_lent
-        self.remote = RemoteGrads(self, slots, self._whole)
-        self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
-        self._arrivals = Arrivals(
-            _weakly(self), every=1 if strict is not None else BATCH, in_graph=traced_reduction(self)
+        self.distributed_autograd = DistributedAutograd(self, parameters)
+        self.grad_hooks = GradHooks(
+            parameters.local,
+            self._on_grads,
+            every=1 if strict is not None else BATCH,
+            in_graph=traced_reduction(self),
         )
-        weakref.finalize(self, self._arrivals.remove)
-        self._looked_at = 0
-        self._backward = -1
-        self._detached = False
-        self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
-        self.nested = False
-        self._awaited: list[torch.futures.Future[Any]] = []
-        self.expected = False
-        self.lane = lane_of(group.name)
-        self.lane.join(self)
-        self.trainable_at_wrap = sorted(planner.order)
-        self.ledger = Ledger(planner.plan, len(slots))
-        self._lay_out()
-
-    def prepare(self) -> None:
-        """Get ready for a forward: settle a step that was given up, adopt a new plan."""
-        with self._lock:
-            if self._phase is not Phase.IDLE:
-                return
-            self._settle_given_up()
-            if self.strict is not None:
-                self.strict.begin()
-            if not self.step:
-                self.in_backward.look()
-            if self.fleet.plan is not self.planner.plan:
-                self._lay_out()
-            self._watch()
-            for part in self._local_parts:
-                part.keep_hooks()
-            if current_backward() == -1:
-                self._patient = not self._arrivals.stay_last()
-            else:
-                self._patient = self._arrivals.are_not_last()
-            self._patient |= self.nested
-
-    def begin(self, *, synced: bool) -> None:
-        """A backward has begun, or was found to be running."""
-        if self._detached:
-            return
-        with self._lock:
-            if self._phase is Phase.IDLE:
-                at_end_of_backward(self._end, self._lose)
-                self._backward = current_backward()
-                self._phase = Phase.ACCUMULATING
-                if self.weighed:
-                    self._accumulation.weights.begin()
-            if synced and self._phase is Phase.ACCUMULATING:
-                self._start_step()
-            self._accumulation.refuse_mixed()
-
-    def borrow(self, lend: Callable[[], contextlib.AbstractContextManager[Sequence[int]]]) -> None:
-        """A backward of distributed autograd has begun: see Note [Lent gradients]."""
-        if self.weighed:
-            # Kept as well: distributed autograd loses the words of an error.
-            self.error = "contributions cannot be weighed in distributed autograd"
-            raise UnsupportedError(self.error)
-        with self._lock:
-            self.begin(synced=True)
-            self._lend = lend
+        weakref.finalize(self, self.grad_hooks.remove)
+        self.turns = turns_of(group.name)
+        self.turns.join(self)
+        self.context = StepContext(
+            parameters=parameters,
+            group=group,
+            exchange=exchange,
+            weights=self.accumulation.weights,
+            buffers=buffers,
+            recorder=recorder,
+            skip_unused=strict is not None and strict.skip_unused,
+            **self._lay_out(parameters, group, exchange),
+        )
+        self._follow_plan()
 
     @property
-    def watched(self) -> list[int]:
-        """Slots whose gradients are averaged."""
-        return self.planner.order
+    def group(self) -> Group:
+        """The ranks to average with."""
+        return self.context.group
 
-    def is_in(self, backward: int) -> bool:
-        """Whether a step has begun in that backward."""
-        return self._phase is Phase.SYNCING and self._backward == backward
+    @property
+    def exchange(self) -> Exchange:
+        """How buckets are averaged."""
+        return self.context.exchange
 
-    def give_up(self, outcome: Outcome, reason: str) -> None:
+    @property
+    def recorder(self) -> Recorder:
+        """Records what happens when."""
+        return self.context.recorder
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether contributions count by a weight."""
+        return self.accumulation.is_weighted
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._phase is Phase.SYNCING
+
+    @property
+    def uses_rebuilt_plan(self) -> bool:
+        """Whether the plan in force is the one that the first backward taught."""
+        plan = self.context.bucket_set.plan
+        return self.planner.stage is PlanStage.LEARNED and plan is self.planner.plan
+
+    @property
+    def launched(self) -> int:
+        """The number of buckets that were launched in the last step."""
+        return 0 if self._step is None else len(self._step.in_flight.launched)
+
+    def prepare(self, *, nested: bool = False) -> None:
+        """Get ready for a forward.
+
+        Args:
+            nested: whether another wrapper averages the same gradients, inside or around this one.
+        """
+        with self._lock:
+            self.grad_hooks.nested = nested
+            if self._phase is Phase.IDLE:
+                self._get_ready()
+
+    def begin(self, *, synced: bool) -> None:
+        """A backward has begun, or was found to be running.
+
+        Args:
+            synced: whether its forward was not under ``no_sync``.
+        """
+        if self.grad_hooks.removed:
+            return
+        synced = self.syncs and (synced or self._sync_next)
+        with self._lock:
+            if self._phase is Phase.IDLE:
+                self.turns.begin(self)
+                self._phase = Phase.ACCUMULATING
+                if self.is_weighted:
+                    self.accumulation.weights.begin()
+            if synced and self._phase is Phase.ACCUMULATING:
+                self._start_step()
+            self.accumulation.refuse_mixed()
+
+    def begin_distributed(self) -> None:
+        """A backward of distributed autograd has begun: see Note [Gradients of a context]."""
+        if self.is_weighted:
+            # Kept as well: distributed autograd loses the words of an error.
+            self.last_error = "contributions cannot be weighed in distributed autograd"
+            raise UnsupportedError(self.last_error)
+        self.begin(synced=True)
+
+    def sync_next_backward(self) -> None:
+        """Sync the next backward, also that of a forward under ``no_sync``."""
+        self._sync_next = True
+        self.turns.expect(self)
+
+    def run_empty_step(self) -> None:
+        """Take part in a step of the other ranks with zeros; parameters get the averages as theirs do."""
+        with self._lock:
+            self.accumulation.clear()
+            self._start_step()
+            self._current.contribute_nothing()
+            self.finish()
+            self.follow_up()
+
+    def finish(self) -> None:
+        """Backward has ended: average the gradients, or raise and drop them."""
+        with self._lock, torch.no_grad(), self._keeping_error():
+            if not self.is_syncing:
+                if self._phase is Phase.ACCUMULATING:
+                    self._on_grads()
+                    self._rest()
+                return
+            accumulated = self.accumulation.slots
+            try:
+                with self.distributed_autograd.in_grad() as arrived:
+                    self.grad_hooks.add(arrived)
+                    self._on_grads()
+                    self._learn(self._current.finish())
+                if self.distributed_autograd.is_pending:
+                    self.accumulation.slots = accumulated
+                has_inputs = self._current.in_flight.outcome is not StepOutcome.NO_INPUTS
+                self.recorder.ended(Kind.ORDINARY if has_inputs else Kind.SHADOW)
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                self._rest()
+
+    def follow_up(self) -> None:
+        """Do what follows a step that has ended well: what raises here concerns this rank alone."""
+        assert self.last_summary is not None
+        with self._keeping_error():
+            self.after_step.run(self.exchange, self.last_summary)
+
+    def give_up(self, outcome: StepOutcome, reason: str) -> None:
         """Tell the other ranks, by the rest of this step's collectives, that the step is lost."""
         with self._lock, torch.no_grad():
             if self._phase is not Phase.SYNCING:
                 self._start_step()
             try:
-                flight = self._current.flight
-                if flight.broken is None:
-                    self.group.roll_call.tell_why(self.step, reason)
-                    flight.launch_nothing(outcome)
+                in_flight = self._current.in_flight
+                if in_flight.broken is None:
+                    self.group.roll_call.tell_why(self.step_number, reason)
+                    in_flight.launch_zeros(outcome)
             finally:
                 self.drop()
 
+    def drop(self) -> None:
+        """Forget a step that is lost, with all gradients: the same on every rank."""
+        context = self.context
+        # What is in flight still reads and writes the storage.
+        if self._step is not None:
+            self._step.is_lost = True
+        context.group.finish_behind()
+        context.recorder.ended(Kind.LOST)
+        for bucket in context.bucket_set.buckets:
+            bucket.reset()
+        context.parameters.clear_grads(self.planner.order)
+        self.accumulation.drop()
+        self.ranks = context.group.size
+        self.turns.expect_no_more(self)
+        self.step_number += 1
+        self._rest()
+
+    def note_lost_backward(self) -> None:
+        """An exception was raised in backward."""
+        refused = None if self.strict is None else self.strict.error
+        self.last_error = refused or f"an exception in backward of step {self.step_number}"
+        if self._phase is Phase.ACCUMULATING:
+            self._rest()
+
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
-        if not self.weighs:
-            raise UnsupportedError("a fused optimizer steps before weights are known, so they cannot count")
-        return self._accumulation.weigh(weight)
+        return self.accumulation.weigh(weight)
 
     def use(self, exchange: Exchange) -> None:
         """Average by another exchange from now on."""
-        self._settle_given_up()
-        self.exchange = exchange
-        self._lay_out()
+        self._wait_for_lost_step()
+        self._adopt_plan(self.group, exchange)
 
     def move_to(self, group: Group) -> None:
         """Go on with another group, as if training began anew."""
-        if self._given_up is not None and self._given_up.broken is not None:
-            self._given_up = None  # nothing of it will ever come
-        self._settle_given_up()
-        self.lane.leave(self)
-        self.group = group
+        if self._step is not None and self._step.in_flight.broken is not None:
+            self._step = None  # nothing of it will ever come
+        self._wait_for_lost_step()
+        self.turns.leave(self)
+        self.turns = turns_of(group.name)
+        self.turns.join(self)
         self.ranks = group.size
-        self.lane = lane_of(group.name)
-        self.lane.join(self)
-        self.step = 0
+        self.step_number = 0
         self.planner.restart()
-        self._buffers.forget()
-        self.use(self.exchange.on(group))
+        self.context.buffers.forget()
+        self._adopt_plan(group, self.exchange.for_group(group))
 
-    def check_finalised(self) -> None:
-        """Raise if a step has begun and not ended."""
+    def check_finished(self) -> None:
+        """Raise if a backward has begun and not ended."""
         if self._phase is not Phase.IDLE:
-            raise StepError(f"step {self.step} has not been finished (rank: {self.group.rank})")
+            raise StepError(f"step {self.step_number} has not been finished (rank: {self.group.rank})")
 
-    def shadow(self) -> None:
-        """Take part in a step of the other ranks with nothing; parameters get the averages as theirs do."""
+    def _on_grads(self) -> None:
+        """Take in the gradients that have arrived since the last call."""
         with self._lock:
-            if self._own_grads is None:
-                self._own_grads = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
-            self._accumulation.clear()
-            self._start_step()
-            self._current.shadow()
-            self.finish()
-            self.follow_up()
-
-    def end_shadows(self) -> None:
-        """Give parameters the gradients back that they had before the first shadow."""
-        own, self._own_grads = self._own_grads, None
-        if own is not None:
-            for parameter, grad in zip(self.parameters, own, strict=True):
-                parameter.grad = grad
-
-    @property
-    def uses_rebuilt_plan(self) -> bool:
-        """Whether the plan in force is the one that the first backward taught."""
-        return self.planner.rebuilt and self.fleet.plan is self.planner.plan
-
-    @property
-    def launched(self) -> int:
-        """How many buckets left in the last step."""
-        return 0 if self._step is None else len(self._step.flight.pending)
-
-    def detach(self) -> None:
-        """Take all hooks off the parameters."""
-        self._detached = True
-        self._arrivals.remove()
-
-    def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
-        """Have futures waited for at the end of the next step."""
-        self._awaited.extend(futures)
-
-    def _look(self) -> None:
-        """Take in the gradients that have arrived since the last look."""
-        with self._lock:
-            noted = self._arrivals.noted
-            arrived = [self._slot_of[id(parameter)] for parameter in noted[self._looked_at :]]
-            self._looked_at = len(noted)
+            slots = self.grad_hooks.new()
             if self._phase is Phase.IDLE:
-                self.begin(synced=self.syncs)
+                self.begin(synced=True)
             if self._phase is Phase.ACCUMULATING:
-                self._accumulation.add(arrived)
+                self.accumulation.add(slots)
                 return
             if self.strict is not None:
-                for slot in arrived:
+                for slot in slots:
                     self.strict.mark(slot)
-            self._current.take_in(arrived)
+            self._current.add(slots)
 
     def _start_step(self) -> None:
-        self._phase = Phase.IDLE
-        self.prepare()
+        copy_late = self._get_ready()
         self._phase = Phase.SYNCING
         self._step = Step(
-            self._means,
-            number=self.step,
+            self.context,
+            number=self.step_number,
             ranks=self.ranks,
-            accumulated=self._accumulation.slots,
-            hold=not self.planner.learned or self._patient or self.lane.is_shared(self),
-            patient=self._patient,
+            accumulated=self.accumulation.slots,
+            hold=self.planner.stage is PlanStage.GUESS or copy_late or self.turns.is_shared(self),
+            copy_late=copy_late,
         )
         self._step.begin()
 
@@ -315,168 +370,107 @@ class Reducer(TorchNames):
         assert self._step is not None
         return self._step
 
-    @property
-    def weighed(self) -> bool:
-        """Whether contributions count by a weight."""
-        return self._accumulation.weighed
+    def _get_ready(self) -> bool:
+        """Adopt a new plan and put hooks in place; returns whether others read ``.grad`` after us."""
+        self._wait_for_lost_step()
+        if self.strict is not None:
+            self.strict.begin()
+        if not self.step_number:
+            self.after_step.find_optimizers()
+        if self.context.bucket_set.plan is not self.planner.plan:
+            self._adopt_plan(self.group, self.exchange)
+        hooks = self.grad_hooks
+        hooks.attach()
+        self.context.parameters.keep_hooks()
+        if current_backward() == -1:
+            hooks.move_to_end()
+        return hooks.nested or not hooks.run_last()
 
-    def _end(self) -> None:
-        with self._lock:
-            try:
-                if self._phase is Phase.ACCUMULATING:
-                    self._look()
-                    self._rest()
-                elif self._phase is Phase.SYNCING:
-                    self.lane.finish(self._backward)
-            except BaseException as error:
-                self.error = f"{type(error).__name__}: {error}"
-                raise
-
-    def _lose(self) -> None:
-        refused = None if self.strict is None else self.strict.error
-        self.error = refused or f"an exception in backward of step {self.step}"
-        # That exception is on its way; if the group is gone too, it says more than a second one.
-        with contextlib.suppress(Exception):
-            if self._phase is Phase.SYNCING:
-                self.lane.fail_backward(self._backward)
-        self._rest()
-
-    def finish(self) -> None:
-        """End the step: average the gradients, or raise and drop them."""
-        with self._lock, torch.no_grad():
-            accumulated = self._accumulation.slots
-            try:
-                with self._lend() as arrived:
-                    self._arrivals.noted.extend(self.parameters[slot] for slot in arrived)
-                    self._look()
-                    self._learn(self._current.finalise())
-                if self._lend is not _nothing_lent:
-                    self._accumulation.slots = accumulated
-                self.recorder.ended(Kind.SHADOW if self._current.flight.is_shadow else Kind.ORDINARY)
-            except BaseException:
-                self.drop()
-                raise
-            finally:
-                self._rest()
-
-    def follow_up(self) -> None:
-        """Do what follows a step that has ended well: what raises here is this rank's affair alone."""
-        assert self.summary is not None
-        with torch.no_grad():
-            self.exchange.finish(self._whole, self.summary.used, self.summary.total_weight)
-            while self._awaited:
-                self._awaited.pop().wait()
-            if self.precision is not None:
-                self.precision.lower_grads()
-            self.in_backward.step()
+    def _learn(self, summary: StepSummary) -> None:
+        context = self.context
+        if summary.unfrozen:
+            self.planner.add([slot for slot in context.outside if summary.used[slot]])
+        context.readiness.learn()
+        self.planner.learn(summary.order)
+        context.buffers.learn(changed=summary.buffers_changed)
+        self.last_summary = summary
+        self.accumulation.clear()
+        self.ranks = context.group.size
+        self.step_number += 1
 
     def _rest(self) -> None:
         self._phase = Phase.IDLE
-        self.announced = False
-        self._lend = _nothing_lent
-        self._arrivals.clear()
-        self._looked_at = 0
+        self._sync_next = False
+        self.distributed_autograd.clear()
+        self.grad_hooks.clear()
 
-    def _learn(self, summary: Summary) -> None:
-        if summary.thawed:
-            self.planner.thaw([slot for slot in self._means.outside if summary.used[slot]])
-        self.ledger.learn()
-        self.planner.learn(summary.order)
-        self.summary = summary
-        self._buffers.learn(changed=summary.buffers_changed)
-        self._accumulation.clear()
-        self.ranks = self.group.size
-        self.step += 1
+    @contextlib.contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            raise
 
-    def drop(self) -> None:
-        """Forget a step that is lost, with all gradients: the same on every rank."""
-        # What is in flight still reads and writes the storage.
-        self._given_up = None if self._step is None else self._step.flight
-        self.group.finish_behind()
-        self.recorder.ended(Kind.LOST)
-        for bucket in self.fleet.buckets:
-            bucket.reset()
-        for slot in self.planner.order:
-            self.parameters[slot].grad = None
-        self._accumulation.drop()
-        self.ranks = self.group.size
-        self._own_grads = None
-        self.expected = False
-        self.step += 1
-        self._rest()
+    def _wait_for_lost_step(self) -> None:
+        """Wait for what a lost step has in flight: it reads and writes the buckets' storage."""
+        if self._step is not None and self._step.is_lost:
+            self._step.in_flight.wait_for_rest()
+            self._step = None
 
-    def _settle_given_up(self) -> None:
-        if self._given_up is not None:
-            self._given_up.settle()
-            self._given_up = None
+    def _adopt_plan(self, group: Group, exchange: Exchange) -> None:
+        learned = self.context.readiness
+        self.context = dataclasses.replace(
+            self.context,
+            group=group,
+            exchange=exchange,
+            **self._lay_out(self.context.parameters, group, exchange),
+        )
+        self.context.readiness.expect_as(learned)
+        self._follow_plan()
 
-    def _lay_out(self) -> None:
-        """Make the plan's buckets; their storage comes when it is first needed."""
+    def _lay_out(self, parameters: ReducedParameters, group: Group, exchange: Exchange) -> "_Layout":
+        """The parts of the context that depend on the plan; the buckets' storage comes when first needed."""
         plan = self.planner.plan
-        waybill = Waybill(
-            slots=len(self.slots),
+        layout = ReportLayout(
+            slots=len(parameters.slots),
             buckets=len(plan.buckets),
-            world=self.group.size,
-            teaching=self.planner.teaching,
+            world=group.size,
+            with_order=self.planner.learns_order,
         )
-        self.fleet = Fleet(
+        bucket_set = BucketSet(
             plan,
-            self.slots,
-            self.parameters,
-            waybill,
-            waybill_rides=self.exchange.carries_waybill,
-            as_views=self._as_views,
-            dtype=None if self.precision is None else self.precision.reduce_dtype,
-            empty=self.group.empty,
+            parameters.slots,
+            parameters.local,
+            report_numel=layout.numel,
+            report_in_bucket=exchange.carries_report,
+            as_views=self._bucket_options.as_views,
+            dtype=self._bucket_options.dtype,
+            empty=group.empty,
         )
-        learned, self.ledger = self.ledger, Ledger(plan, len(self.slots))
-        self.ledger.expect_as(learned)
-        self._means = Means(
-            parameters=self.parameters,
-            fleet=self.fleet,
-            ledger=self.ledger,
-            exchange=self.exchange,
-            group=self.group,
-            weights=self._accumulation.weights,
-            buffers=self._buffers,
-            recorder=self.recorder,
+        return _Layout(
+            layout=layout,
+            bucket_set=bucket_set,
+            readiness=Readiness(plan, len(parameters.slots)),
             outside=self.planner.outside(),
-            as_views=self._as_views,
-            skips_unused=self.strict is not None and self.strict.skips_unused,
         )
-        self.recorder.follow(self._described(plan), self._about(self.group))
-        self._unwatched = set(self.planner.order)
-        self._watch()
 
-    def _described(self, plan: BucketPlan) -> Plan:
-        sizes = [sum(self.slots[slot].nbytes for slot in members) for members in plan.buckets]
+    def _follow_plan(self) -> None:
+        """Have parameters' hooks and the recorder follow the plan in force."""
+        plan, slots = self.context.bucket_set.plan, self.context.parameters.slots
+        sizes = [sum(slots[slot].nbytes for slot in members) for members in plan.buckets]
         buckets = [Bucket(members, size) for members, size in zip(plan.buckets, sizes, strict=True)]
-        return Plan(buckets, self.exchange.name)
-
-    def _watch(self) -> None:
-        """Put hooks on the planned parameters; on one that is frozen on this rank as soon as it is thawed."""
-        if self._detached:
-            return
-        thawed = {slot for slot in self._unwatched if self.parameters[slot].requires_grad}
-        if not thawed:
-            return
-        self._unwatched -= thawed
-        eager = {slot for slot in thawed if self.fleet.prompt[slot]}
-        if self.planner.learned:
-            eager.update(members[-1] for members in self.fleet.plan.buckets if members)
-        self._arrivals.watch({slot: self.parameters[slot] for slot in thawed}, eager=eager)
+        self.recorder.follow(Plan(buckets, self.exchange.name), self._about(self.group))
+        eager = {slot for slot in self.planner.order if self.context.bucket_set.is_large[slot]}
+        if self.planner.stage is not PlanStage.GUESS:
+            eager.update(members[-1] for members in plan.buckets if members)
+        self.grad_hooks.follow(self.planner.order, eager=eager)
 
 
-def _nothing_lent() -> contextlib.AbstractContextManager[Sequence[int]]:
-    return contextlib.nullcontext(())
+class _Layout(TypedDict):
+    """The parts of a StepContext that depend on the plan."""
 
-
-def _weakly(reducer: Reducer) -> Callable[[], None]:
-    """The reducer's look at arrivals; not kept alive by it, because parameters' hooks hold it."""
-    alive = weakref.ref(reducer)
-
-    def look() -> None:
-        if (here := alive()) is not None:
-            here._look()
-
-    return look
+    layout: ReportLayout
+    bucket_set: BucketSet
+    readiness: Readiness
+    outside: Sequence[int]

@@ -1,10 +1,10 @@
 """One synced step: from the first gradient to everyone's averages.
 
-Note [One step]. Every synced backward issues the same collectives on every rank: one a bucket of the plan,
-in plan order, the last with the waybill. What a rank does not have counts as zeros, so no rank needs to
-know beforehand what another uses. What arrives after its bucket has left is told in the waybill, and those
-buckets are reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros
-with word of it, so the others raise too, and the next step finds all ranks at the same place.
+Note [One step]. Every synced backward issues the same collectives on every rank: one per bucket of the plan,
+in plan order, the last with the step report. What a rank does not have counts as zeros, so no rank needs to
+know beforehand what another uses. What arrives after its bucket was launched is told in the report, and those
+buckets are reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros and
+reports it, so that the others raise too, and the next step finds all ranks at the same point.
 """
 
 from collections.abc import Sequence
@@ -14,221 +14,266 @@ from itertools import groupby
 import torch
 
 from paceline.comm.group import Group
-from paceline.ddp.exchange.exchange import Bucket, Exchange
-from paceline.ddp.reducer import verdict
-from paceline.ddp.reducer.bucket_set import Fleet
-from paceline.ddp.reducer.in_flight import Flight
-from paceline.ddp.reducer.readiness import Ledger, Schedule
-from paceline.ddp.reducer.settlement import Settlement
-from paceline.ddp.reducer.step_report import Report, Summary
+from paceline.ddp.buckets.bucket_set import Bucket, BucketSet
+from paceline.ddp.buckets.plan import BucketCaps, make_plan
+from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.reducer.in_flight import InFlight
+from paceline.ddp.reducer.readiness import LaunchOrder, Readiness
+from paceline.ddp.reducer.step_report import RankReport, ReportLayout, StepOutcome, StepSummary
 from paceline.ddp.reducer.weights import Weights
 from paceline.ddp.state.buffers import ModuleBuffers
+from paceline.ddp.state.parameters import ReducedParameters
 from paceline.recording.recorder import Recorder
-from paceline.tensors.dtensor import Trained
 
-# So many small gradients are copied at once: enough to share the cost of a call, few enough for the cache.
+# The number of small gradients that are copied by one call: enough to share its cost, few enough for the
+# cache.
 BATCH = 64
+_UNCAPPED = BucketCaps((2**63,))
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a step works with, as it stands when the step begins.
+class StepContext:
+    """What a step works with, as it is when the step begins.
 
     Attributes:
-        parameters: every slot's.
-        fleet: the plan's buckets.
-        ledger: which slots are ready.
-        exchange: how buckets are averaged.
-        group: among whom.
-        weights: what contributions count.
-        buffers: the module's buffers; a step tells the ranks whether anyone's have changed.
-        recorder: stamps what happens.
+        parameters: of all slots.
+        bucket_set: the plan's buckets.
+        layout: of the step report.
+        readiness: which slots are ready.
         outside: slots that the plan does not cover.
-        as_views: whether gradients are views of the buckets' storage.
-        skips_unused: whether a bucket that this rank did not use is left out, as torch does when asked.
+        exchange: how buckets are averaged.
+        group: the ranks.
+        weights: what contributions count.
+        buffers: the module's buffers; the report says whether they have changed.
+        recorder: records what happens when.
+        skip_unused: whether a bucket that this rank did not use is not launched, as torch does when asked.
     """
 
-    parameters: Sequence[Trained]
-    fleet: Fleet
-    ledger: Ledger
+    parameters: ReducedParameters
+    bucket_set: BucketSet
+    layout: ReportLayout
+    readiness: Readiness
+    outside: Sequence[int]
     exchange: Exchange
     group: Group
     weights: Weights
     buffers: ModuleBuffers
     recorder: Recorder
-    outside: Sequence[int]
-    as_views: bool
-    skips_unused: bool
+    skip_unused: bool
 
 
 class Step:
-    """Takes gradients in, sends buckets off, and hands averages out.
+    """Copies gradients into buckets, launches the buckets, and makes the averages ``.grad``.
 
     Args:
-        means: what it works with.
-        number: which step it is, for errors.
-        ranks: among how many ranks the sum is shared out.
-        accumulated: a 1 for each slot that has a gradient from before.
-        hold: let no bucket leave before the end of backward.
-        patient: take no gradient before then, because users' hooks come after ours.
+        context: what it works with.
+        number: its number, for errors.
+        ranks: the number of ranks that the sum is divided by.
+        accumulated: a 1 for each slot that has a gradient from accumulation.
+        hold: launch no bucket before the end of backward.
+        copy_late: copy no gradient before then either, because others look at ``.grad`` until the end.
 
     Attributes:
-        flight: what has been launched.
+        in_flight: what has been launched.
+        is_lost: whether the step was given up, here or on another rank.
     """
 
+    is_lost = False
+
     def __init__(
-        self, means: Means, *, number: int, ranks: int, accumulated: bytearray, hold: bool, patient: bool
+        self,
+        context: StepContext,
+        *,
+        number: int,
+        ranks: int,
+        accumulated: bytearray,
+        hold: bool,
+        copy_late: bool,
     ) -> None:
-        self._means = means
+        self._context = context
         self._number = number
-        self._ranks = ranks
         self._accumulated = accumulated
-        self._patient = patient
-        self._untaken: list[int] = []
-        self._schedule = Schedule(len(means.fleet.buckets), hold=hold)
-        self.flight = Flight(means.fleet, means.exchange, means.group, number, means.recorder)
-        means.ledger.begin(accumulated)
-        self._used = means.ledger.used
+        self._copy_late = copy_late
+        self._to_copy: list[int] = []
+        self._is_weighted = context.weights.now is not None
+        self._factor = 1.0 if self._is_weighted else context.exchange.factor(ranks)
+        self._order = LaunchOrder(len(context.bucket_set.buckets), hold=hold)
+        self.in_flight = InFlight(
+            context.bucket_set, context.layout, context.exchange, context.group, number, context.recorder
+        )
+        self._ranks = ranks
 
     def begin(self) -> None:
         """Get ready for the first gradient."""
-        means = self._means
-        means.recorder.backward_began(self._number)
-        for bucket in means.fleet.buckets:
+        context = self._context
+        context.recorder.backward_began(self._number)
+        context.readiness.begin(self._accumulated)
+        for bucket in context.bucket_set.buckets:
             bucket.begin()
-        self.flight.begin(means.weights.total, self._ranks)
+        self.in_flight.begin(context.weights.total, self._ranks)
 
-    def take_in(self, arrived: Sequence[int]) -> None:
-        """Gradients of these slots have arrived."""
-        prompt = [slot for slot in arrived if self._means.fleet.prompt[slot]]
-        self._mark(arrived, prompt)
-        self._untaken += arrived
-        # With each large one too: small gradients in between would keep its memory from being used again.
-        if prompt or len(self._untaken) >= BATCH:
-            self._take_small(self._untaken)
-            self._untaken = []
-        self._means.group.keep_moving()
+    def add(self, slots: Sequence[int]) -> None:
+        """Gradients of these slots have arrived: copy them, and launch the buckets that are full."""
+        context = self._context
+        full = context.readiness.mark(slots)
+        with torch.no_grad():
+            for bucket, members in groupby(self._to_copy_now(slots), key=context.bucket_set.bucket_of.get):
+                if bucket is not None:  # a slot may have a hook from an earlier plan, and no bucket now
+                    bucket.copy_in(members, self._factor)
+        for number in full:
+            context.recorder.ready(number, context.readiness.last_slot[number])
+            self._order.mark_full(number)
+        if full or context.exchange.one_at_a_time:
+            while self.in_flight.has_room and (next_ := self._order.pop()) is not None:
+                self._launch(next_)
+        context.group.keep_moving()
 
-    def shadow(self) -> None:
-        """Have nothing to contribute, and say so."""
-        for bucket in self._means.fleet.buckets:
-            bucket.zero()  # in new storage: parameters may hold parts of the old
-        self.flight.shadow()
+    def contribute_nothing(self) -> None:
+        """This rank has no inputs left: contribute zeros, and report it."""
+        for bucket in self._context.bucket_set.buckets:
+            bucket.zero()
+        self.in_flight.outcome = StepOutcome.NO_INPUTS
 
-    def finalise(self) -> Summary:
-        """Backward has ended: send the rest, and average; returns what the ranks said of the step."""
-        means = self._means
-        means.recorder.backward_ended()
-        self._send_rest()
-        again = {number: self._second(number) for number in means.ledger.late}
-        mistake = self.flight.land_all(hand_out=not self._weighed)
-        summary = self.flight.read_waybill(self._report)
-        if mistake is not None:
-            raise mistake
-        verdict.check(summary, self._number, means.group)
-        settlement = Settlement(means.fleet, self.flight, summary, gain=means.exchange.gain)
-        settlement.hand_out(late=self._weighed)
-        for number in summary.late:
-            settlement.add(number, again.get(number) or self._second(number, empty=True))
-        if summary.thawed:
-            # They were blended when they were reported.
-            settlement.thaw(means.outside, self._factor, self._used, as_views=means.as_views)
-        settlement.confirm()
-        if self._weighed:
-            means.weights.sync()
+    def finish(self) -> StepSummary:
+        """Backward has ended: launch the rest, make the averages ``.grad``; returns the ranks' reports."""
+        context = self._context
+        context.recorder.backward_ended()
+        self._launch_rest()
+        late = {number: self._late_bucket(number) for number in context.readiness.late}
+        for bucket in self.in_flight.finished():
+            if not self._is_weighted:
+                bucket.set_grads()
+        summary = self.in_flight.read_report(self._report)
+        if self.in_flight.mistake is not None:
+            raise self.in_flight.mistake
+        self.in_flight.check(summary)
+        self._set_remaining_grads(summary)
+        self._reduce_again(summary, late)
+        if self._is_weighted:
+            context.weights.finish()
         return summary
 
-    def _mark(self, arrived: Sequence[int], prompt: Sequence[int]) -> None:
-        full = self._means.ledger.mark(arrived)
-        self._take(prompt)
-        for bucket in full:
-            self._means.recorder.ready(bucket, self._means.ledger.closing[bucket])
-            self._schedule.release(bucket)
-        if full or self._means.exchange.serial:
-            self._send_off()
+    def _to_copy_now(self, slots: Sequence[int]) -> Sequence[int]:
+        """Slots whose gradients are to be copied now; small ones wait until there are many."""
+        context, is_large = self._context, self._context.bucket_set.is_large
+        self._to_copy += slots
+        # With each large one too: small gradients in between would keep its memory from being used again.
+        if len(self._to_copy) < BATCH and not any(is_large[slot] for slot in slots):
+            return ()
+        waiting, self._to_copy = self._to_copy, []
+        ready = () if self._copy_late else context.readiness.ready(waiting)
+        if self._is_weighted:  # small ones wait for the launch, because each is multiplied by itself
+            ready = [slot for slot in ready if is_large[slot]]
+            for slot in ready:
+                context.weights.apply(slot)
+        return ready
 
-    def _send_off(self) -> None:
-        while self.flight.has_room and (number := self._schedule.pop()) is not None:
-            self._launch(number)
+    def _launch(self, number: int) -> None:
+        context = self._context
+        context.readiness.mark_launched(number)
+        bucket = context.bucket_set.buckets[number]
+        if context.weights.now == 0:  # this pass counts nothing, earlier ones may
+            context.readiness.set_used_as(self._accumulated, bucket.slots)
+        with torch.no_grad():
+            self._apply_weights(bucket)
+            complete = context.readiness.is_complete(number) and not self._is_weighted
+            missing = bucket.fill(self._factor, context.readiness.used, complete=complete)
+            context.readiness.set_used(missing, used=False)
+            report = None
+            if number == context.bucket_set.plan.report_bucket:
+                self._look_outside_plan()
+                report = self._report() if context.exchange.carries_report else None
+            self.in_flight.launch(number, report)
 
-    def _send_rest(self) -> None:
-        for number in self._schedule.rest():
+    def _launch_rest(self) -> None:
+        for number in self._order.rest():
             if not self._skips(number):
-                self.flight.make_room()
+                self.in_flight.wait_for_room()
                 self._launch(number)
 
     def _skips(self, number: int) -> bool:
-        plan = self._means.fleet.plan
-        may_skip = self._means.skips_unused and number != plan.carrier and not self.flight.is_shadow
-        return may_skip and not any(self._used[slot] for slot in plan.buckets[number])
+        context = self._context
+        plan = context.bucket_set.plan
+        if not context.skip_unused or number == plan.report_bucket or self._has_no_inputs:
+            return False
+        return not any(context.readiness.used[slot] for slot in plan.buckets[number])
 
-    def _take(self, slots: Sequence[int]) -> None:
-        if self._patient or not slots:
-            return
-        means = self._means
-        with torch.no_grad():
-            for slot in means.ledger.ready(slots):
-                if self._weighed:
-                    means.weights.blend(slot)
-                if means.parameters[slot].grad is not None:
-                    means.fleet.bucket_of[slot].take(slot, self._factor)
+    @property
+    def _has_no_inputs(self) -> bool:
+        return self.in_flight.outcome is StepOutcome.NO_INPUTS
 
-    def _take_small(self, slots: Sequence[int]) -> None:
-        if self._weighed or self._patient:  # each has to be blended, or its own hooks to run: at the end
-            return
-        ready = self._means.ledger.ready(slots)
-        with torch.no_grad():
-            for bucket, members in groupby(ready, key=self._means.fleet.bucket_of.get):
-                # A slot that was thawed in another group may be watched and not planned.
-                if bucket is not None:
-                    bucket.take_small(members)
-
-    def _launch(self, number: int) -> None:
-        ledger = self._means.ledger
-        ledger.mark_left(number)
-        with torch.no_grad():
-            bucket = self._means.fleet.buckets[number]
-            self._fill(bucket, self._used, complete=ledger.is_as_expected(number))
-            self.flight.launch(number, self._report)
-
-    def _fill(self, bucket: Bucket, used: bytearray, *, complete: bool = False) -> None:
-        if self._weighed:
-            weights = self._means.weights
+    def _apply_weights(self, bucket: Bucket) -> None:
+        if self._is_weighted:
             for slot in bucket.slots:
-                weights.blend(slot.index)
-                if not weights.now:  # counts nothing
-                    used[slot.index] = self._accumulated[slot.index]
-        bucket.fill(self._factor, used, complete=complete and not self._weighed)
+                self._context.weights.apply(slot.index)
 
-    def _second(self, number: int, *, empty: bool = False) -> Bucket:
-        fleet = self._means.fleet
-        bucket = fleet.bucket(fleet.plan.buckets[number], as_views=True)
+    def _look_outside_plan(self) -> None:
+        """Find gradients of slots that the plan does not cover: parameters that were unfrozen."""
+        context = self._context
+        for slot in context.outside:
+            if self._is_weighted:
+                context.weights.apply(slot)
+            parameter = context.parameters.local[slot]
+            context.readiness.set_used([slot], used=parameter.requires_grad and parameter.grad is not None)
+
+    def _report(self) -> RankReport:
+        context, readiness = self._context, self._context.readiness
+        return RankReport(
+            used=readiness.used,
+            late=readiness.late,
+            unfrozen=any(readiness.used[slot] for slot in context.outside),
+            buffers_changed=context.buffers.changed(),
+            weight=context.weights.total,
+            order=readiness.order,
+        )
+
+    def _set_remaining_grads(self, summary: StepSummary) -> None:
+        """Set what had to wait for the reports: weighted averages, and parameters unused on this rank."""
+        for bucket in self._context.bucket_set.buckets:
+            self._divide_by_weights(bucket, summary)
+            if self._is_weighted:
+                bucket.set_grads()
+            bucket.set_unused_grads(summary.used)
+
+    def _divide_by_weights(self, bucket: Bucket, summary: StepSummary) -> None:
+        """Divide weighted sums only now, because only now the total weight is known."""
+        total = summary.total_weight
+        if total is not None:
+            bucket.scale(self._context.exchange.sum_per_result / total if total else 0.0)
+
+    def _reduce_again(self, summary: StepSummary, late: dict[int, Bucket]) -> None:
+        """Reduce what came after its bucket was launched, and what the plan has no bucket for."""
+        bucket_set = self._context.bucket_set
+        for number in summary.late:
+            more = late.get(number) or self._late_bucket(number, empty=True)
+            self._average(more, number, summary)
+            bucket_set.buckets[number].add_to_grads(more)  # type: ignore[arg-type]  # of the same kind
+        if summary.unfrozen:
+            self._average_outside_plan(summary)
+        if summary.late or summary.unfrozen:
+            self.in_flight.confirm()
+
+    def _late_bucket(self, number: int, *, empty: bool = False) -> Bucket:
+        """A second bucket of the same slots, with the gradients that came late."""
+        bucket = self._context.bucket_set.another(number)
         if empty:
             bucket.zero()
         else:
-            self._fill(bucket, bytearray(len(self._used)))
+            self._apply_weights(bucket)
+            bucket.fill(self._factor, self._context.readiness.used, complete=False)
         return bucket
 
-    @property
-    def _weighed(self) -> bool:
-        return self._means.weights.now is not None
+    def _average_outside_plan(self, summary: StepSummary) -> None:
+        context = self._context
+        found = [slot for slot in context.outside if summary.used[slot]]
+        for members in make_plan(context.parameters.slots, found, _UNCAPPED).buckets:
+            if members:
+                bucket = context.bucket_set.for_slots(members)
+                bucket.fill(self._factor, context.readiness.used, complete=False)
+                self._average(bucket, len(context.bucket_set.buckets), summary)
+                bucket.set_grads()
+                bucket.set_unused_grads(summary.used)
 
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self._weighed else self._means.exchange.factor(self._ranks)
-
-    def _report(self) -> Report:
-        means = self._means
-        for slot in means.outside:
-            parameter = means.parameters[slot]
-            if self._weighed:
-                means.weights.blend(slot)
-            self._used[slot] = parameter.requires_grad and parameter.grad is not None
-        return Report(
-            used=self._used,
-            late=means.ledger.late,
-            thawed=any(self._used[slot] for slot in means.outside),
-            buffers_changed=means.buffers.changed(),
-            weight=means.weights.total,
-            order=means.ledger.order,
-        )
+    def _average(self, bucket: Bucket, number: int, summary: StepSummary) -> None:
+        self.in_flight.average(bucket, number)
+        self._divide_by_weights(bucket, summary)

@@ -1,9 +1,9 @@
-"""Contributions that count by their samples or tokens: what ``weigh`` does to gradients.
+"""Contributions that count by their number of samples or tokens: what ``weigh`` does to gradients.
 
-The average over ranks r and accumulated passes k is ``sum n[r,k] * g[r,k] / sum n[r,k]``. Passes that are
-only accumulated leave ``sum n * g`` in ``.grad``; the pass that synchronises reduces that sum, and the sum
-of the weights travels in the waybill. Gradients that were there before the first pass are kept aside
-meanwhile, and the average is added to them.
+The average over ranks r and accumulated passes k is ``sum n[r,k] * g[r,k] / sum n[r,k]``. Passes that only
+accumulate leave ``sum n * g`` in ``.grad``; the pass that synchronises reduces that sum, and the sum of the
+weights travels in the step report. Gradients that were there before the first pass are set aside meanwhile,
+and the average is added to them.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from paceline.tensors.dtensor import Trained, grad_version
 
 
 class Weights:
-    """The weighed passes since gradients were last averaged.
+    """The weighted passes since gradients were last averaged.
 
     Args:
         parameters: every slot's parameter.
 
     Attributes:
-        now: the weight that holds; None outside ``weigh``.
+        now: the weight in force; None outside ``weigh``.
     """
 
     def __init__(self, parameters: Sequence[Trained]) -> None:
@@ -34,8 +34,8 @@ class Weights:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is carried from earlier passes."""
-        self._carried: float | None = None
+        """Forget earlier passes."""
+        self._earlier: float | None = None
         self._ran = self._synced = False
         self._left: list[tuple[Trained, Tensor, int]] = []
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
@@ -44,16 +44,16 @@ class Weights:
     @property
     def total(self) -> float | None:
         """The weight that goes with the sums; None for the plain mean."""
-        return None if self.now is None else (self._carried or 0.0) + self.now
+        return None if self.now is None else (self._earlier or 0.0) + self.now
 
     @property
-    def carries(self) -> bool:
+    def has_earlier(self) -> bool:
         """Whether earlier passes wait to be averaged."""
-        return self._carried is not None
+        return self._earlier is not None
 
     @contextlib.contextmanager
     def hold(self, weight: float) -> Iterator[None]:
-        """Weigh whatever backward adds inside."""
+        """Weight whatever backward adds inside."""
         self.now, self._ran = _check(weight), False
         try:
             yield
@@ -80,22 +80,22 @@ class Weights:
     def begin(self) -> None:
         """A backward begins under this weight: set aside what is there from before."""
         if not self._ran or self._synced:
-            self._set_aside(self._sums if self.carries else self._older)
+            self._set_aside(self._sums if self.has_earlier else self._older)
         self._ran = True
 
-    def blend(self, slot: int) -> None:
-        """Turn a parameter's fresh gradient into the weighed sum that is to be reduced."""
+    def apply(self, slot: int) -> None:
+        """Turn a parameter's new gradient into the weighted sum that is to be reduced."""
         parameter = self._parameters[slot]
         grad, total = parameter.grad, self._sums[slot]
         self._sums[slot] = None
         if grad is None or not self.now:  # a pass that counts nothing may well have made NaNs
             parameter.grad = total
             return
-        weighed = grad * self.now
-        parameter.grad = weighed if total is None else _sum(weighed, total)
+        weighted = grad * self.now
+        parameter.grad = weighted if total is None else _sum(weighted, total)
 
-    def sync(self) -> None:
-        """The sums have been averaged: add what is older."""
+    def finish(self) -> None:
+        """The sums have been averaged: add what was there before."""
         self._add_older()
         self._synced = True
 
@@ -105,8 +105,8 @@ class Weights:
         elif self._ran:
             with torch.no_grad():
                 for slot in range(len(self._parameters)):
-                    self.blend(slot)
-            self._carried = self.total
+                    self.apply(slot)
+            self._earlier = self.total
             # To tell later whether the user has cleared them.
             self._left = [
                 (parameter, parameter.grad, grad_version(parameter))
@@ -117,9 +117,9 @@ class Weights:
     def _undo(self) -> None:
         """Forget a pass that failed: gradients are as they were before it."""
         for slot, parameter in enumerate(self._parameters):
-            parameter.grad = self._sums[slot] if self.carries else self._older[slot]
+            parameter.grad = self._sums[slot] if self.has_earlier else self._older[slot]
         self._sums = [None] * len(self._sums)
-        if not self.carries:
+        if not self.has_earlier:
             self._older = [None] * len(self._older)
 
     def _add_older(self) -> None:
@@ -139,7 +139,7 @@ class Weights:
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """Their sum, in the place of the first where that is possible."""
+    """Their sum, in place in the first if possible."""
     if a.layout is b.layout or b.layout is not torch.strided:
         return a.add_(b)
     return b + a  # sparse to dense, not the other way round
@@ -149,7 +149,7 @@ def _check(weight: object) -> float:
     if isinstance(weight, Tensor):
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise OptionError(f"a weight is a number (weight: {weight!r})")
+        raise OptionError(f"a weight must be a number (weight: {weight!r})")
     if not math.isfinite(weight) or weight < 0:
         raise OptionError(f"a weight must be finite and not negative (weight: {weight})")
     return float(weight)

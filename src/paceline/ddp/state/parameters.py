@@ -9,7 +9,14 @@ from torch.nn import Parameter
 from paceline.comm.group import Group
 from paceline.ddp.buckets.plan import Slot
 from paceline.errors import OptionError, WrapError
-from paceline.tensors.dtensor import describe_parts, local_of, ranks_with_other_parts
+from paceline.tensors.dtensor import (
+    LocalParameter,
+    Trained,
+    describe_parts,
+    local_of,
+    local_parameter,
+    ranks_with_other_parts,
+)
 
 
 class Slots(NamedTuple):
@@ -24,6 +31,37 @@ class Slots(NamedTuple):
     slots: list[Slot]
     parameters: list[Parameter]
     trainable: list[int]
+
+
+class ReducedParameters:
+    """The parameters as a reducer works on them; each list is by slot.
+
+    Args:
+        found: the wrapped module's.
+
+    Attributes:
+        slots: what never changes of each.
+        whole: the module's parameters.
+        local: what is reduced: the parameter itself, or this rank's part of a DTensor.
+        trainable: slots that required a gradient when the module was wrapped.
+    """
+
+    def __init__(self, found: Slots) -> None:
+        self.slots = found.slots
+        self.whole = found.parameters
+        self.local: list[Trained] = [local_parameter(each) for each in found.parameters]
+        self.trainable = sorted(found.trainable)
+        self._parts = [each for each in self.local if isinstance(each, LocalParameter)]
+
+    def keep_hooks(self) -> None:
+        """Have hooks called again where a conversion of the module has lost them."""
+        for part in self._parts:
+            part.keep_hooks()
+
+    def clear_grads(self, slots: Iterable[int]) -> None:
+        """Set ``.grad`` to None."""
+        for slot in slots:
+            self.local[slot].grad = None
 
 
 def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, awaited: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """Gradients averaged one by one, inside the graph that torch.compile makes of backward.
 
-Compiled autograd traces the hooks of parameters. Ours note, launch and wait, which no graph can hold; in
-their place it traces one functional all-reduce a gradient, which inductor joins into buckets. Then every
-rank must use the same parameters in a step, as torch's wrapper asks too.
+Compiled autograd traces the hooks of parameters. Ours launch collectives and wait, which no graph can hold.
+Instead it traces one functional all-reduce per gradient, which inductor fuses into buckets. Then every rank
+must use the same parameters in a step, as torch's wrapper asks too.
 """
 
 from collections.abc import Callable
@@ -13,30 +13,35 @@ from torch import Tensor
 
 from paceline.comm.functional import all_reduced
 from paceline.comm.group import Group
+from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.exchange.comm_hook import CommHook
-from paceline.ddp.exchange.exchange import Average, Exchange, LowPrecisionAverage
+from paceline.ddp.exchange.exchange import Exchange
 from paceline.errors import UnsupportedError
 
 
-class Settings(Protocol):
+class ReductionSettings(Protocol):
     """What is known here of a reducer.
 
     Attributes:
         syncs: whether a backward is synced.
-        group: whom to average with.
-        exchange: how buckets are averaged otherwise; a user's hook gets ``(gradient, parameter)`` here.
     """
 
     syncs: bool
-    group: Group
-    exchange: Exchange
 
     @property
-    def weighed(self) -> bool:
+    def group(self) -> Group:
+        """The ranks to average with."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """How buckets are averaged; here a user's hook gets ``(gradient, parameter)``."""
+
+    @property
+    def is_weighted(self) -> bool:
         """Whether contributions count by a weight."""
 
 
-def traced_reduction(reducer: Settings) -> Callable[[Tensor], None]:
+def traced_reduction(reducer: ReductionSettings) -> Callable[[Tensor], None]:
     """A hook that averages the gradient of a parameter at once; it does not keep the reducer alive."""
     alive = ref(reducer)
 
@@ -44,7 +49,7 @@ def traced_reduction(reducer: Settings) -> Callable[[Tensor], None]:
         here, grad = alive(), parameter.grad
         if here is None or grad is None or not here.syncs:
             return
-        if here.weighed:
+        if here.is_weighted:
             raise UnsupportedError("contributions cannot be weighed in a compiled backward")
         if isinstance(here.exchange, CommHook) and not here.exchange.is_built_in:
             here.exchange.call((grad, parameter))

@@ -1,75 +1,78 @@
 """Gradients of distributed autograd, which are in a context of its own and not in ``.grad``.
 
-Note [Lent gradients]. The engine of distributed autograd adds gradients to a context and runs the hooks of
-the leaves' autograd nodes, not those of parameters. So the nodes are watched, from the first forward in a
-context on. When such a backward has ended its gradients are lent to the reducer: they stand in ``.grad`` for
-the time of a step, and the averages are written back into the context, in place.
+Note [Gradients of a context]. The engine of distributed autograd adds gradients to a context and runs the
+hooks of the leaves' autograd nodes, not those of parameters. So the nodes have hooks, from the first forward
+in a context on. When such a backward has ended, its gradients are put into ``.grad`` for the time of a step,
+and the averages are written back into the context, in place.
 
-Note [Reach]. A context takes gradients from its own engine only. A parameter that this rank did not use, and
-another did, has none there to write the average into; torch's reducer fails on it. Therefore outputs are made
-to lead to it, with a gradient of zeros. The price: what no rank used has zeros in the context, not nothing.
+Note [Outputs lead to every parameter]. A context takes gradients from its own engine only. A parameter that
+another rank used and this one did not has none there to write the average into; torch's reducer fails on it.
+Therefore outputs are made to lead to it, with a gradient of zeros. The price: what no rank used has zeros in
+the context, not nothing.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import Parameter
 
 from paceline.comm import rpc
-from paceline.ddp.buckets.plan import Slot
-from paceline.ddp.reducer.autograd_hooks import current_backward, is_ordinary
+from paceline.ddp.reducer.autograd_hooks import accumulates_into_grad, current_backward
+from paceline.ddp.state.parameters import ReducedParameters
 
 
-class Borrower(Protocol):
+class AveragesGradients(Protocol):
     """What is known here of a reducer."""
 
     syncs: bool
 
-    @property
-    def watched(self) -> list[int]:
-        """Slots whose gradients are to be averaged."""
-
-    def borrow(self, lend: Callable[[], contextlib.AbstractContextManager[list[int]]]) -> None:
-        """Begin a step whose gradients are lent when it ends; these slots then have arrived."""
+    def begin_distributed(self) -> None:
+        """Begin a step in a backward of distributed autograd."""
 
 
-class RemoteGrads:
+class DistributedAutograd:
     """Watches the backward passes of distributed autograd for one reducer.
 
     Args:
-        reducer: who averages; not kept alive.
-        slots: every slot.
-        parameters: their parameters.
+        reducer: averages gradients; not kept alive.
+        parameters: its parameters.
     """
 
-    def __init__(self, reducer: Borrower, slots: Sequence[Slot], parameters: Sequence[Parameter]) -> None:
+    def __init__(self, reducer: AveragesGradients, parameters: ReducedParameters) -> None:
         self._reducer = weakref.ref(reducer)
-        self._slots = slots
-        self._parameters = parameters
+        self._slots = parameters.slots
+        self._parameters = parameters.whole
         # Autograd keeps the node of a leaf only as long as a graph leads to it.
         self._nodes: dict[int, Node] = {}
         self._context = -1
         self._backward = -1
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the backward that has ended."""
+        self._pending: int | None = None
         self._arrived: list[int] = []
 
-    def watch(self, context: int, output: Any) -> Any:
-        """A forward was called in a context; returns its output, leading to every parameter."""
-        reducer = self._reducer()
-        assert reducer is not None
-        watched = [slot for slot in reducer.watched if self._parameters[slot].requires_grad]
+    @property
+    def is_pending(self) -> bool:
+        """Whether a context's gradients are to be averaged."""
+        return self._pending is not None
+
+    def watch(self, context: int, output: Any, slots: Iterable[int]) -> Any:
+        """A forward was called in a context; returns its output, leading to the parameters of these slots."""
+        watched = [slot for slot in slots if self._parameters[slot].requires_grad]
         for slot in watched:
             if slot not in self._nodes:
                 self._watch(slot)
         self._context = context
-        output = self._reach(output, watched)
+        output = self._lead_to(output, watched)
         for node in _nodes(output):
-            node.register_prehook(_Entry(weakref.ref(self), context))
+            node.register_prehook(_ContextReached(weakref.ref(self), context))
         return output
 
     def enter(self, context: int) -> None:
@@ -85,22 +88,27 @@ class RemoteGrads:
         """A leaf's node has run."""
         reducer = self._reducer()
         # In an ordinary backward the parameter's own hook tells.
-        if reducer is None or not reducer.syncs or is_ordinary(self._nodes[slot]):
+        if reducer is None or not reducer.syncs or accumulates_into_grad(self._nodes[slot]):
             return
         if self._backward != current_backward():
-            self._backward, self._arrived = current_backward(), []
-            reducer.borrow(partial(self._lend, self._context, self._arrived))
+            self._backward = current_backward()
+            reducer.begin_distributed()
+            self._pending = self._context
         self._arrived.append(slot)
 
     @contextlib.contextmanager
-    def _lend(self, context: int, arrived: list[int]) -> Iterator[list[int]]:
-        held = rpc.gradients(context)
+    def in_grad(self) -> Iterator[list[int]]:
+        """Have the context's gradients in ``.grad``; gives their slots. Nothing if none are pending."""
+        if self._pending is None:
+            yield []
+            return
+        held = rpc.gradients(self._pending)
         own = [parameter.grad for parameter in self._parameters]
         lent = [held.get(parameter) for parameter in self._parameters]
         try:
             for parameter, grad in zip(self._parameters, lent, strict=True):
                 parameter.grad = grad
-            yield arrived
+            yield self._arrived
             for parameter, grad in zip(self._parameters, lent, strict=True):
                 if grad is not None and parameter.grad is not None and parameter.grad is not grad:
                     grad.copy_(parameter.grad)
@@ -108,7 +116,7 @@ class RemoteGrads:
             for parameter, grad in zip(self._parameters, own, strict=True):
                 parameter.grad = grad
 
-    def _reach(self, output: Any, watched: Iterable[int]) -> Any:
+    def _lead_to(self, output: Any, watched: Iterable[int]) -> Any:
         reached = {id(leaf) for leaf in _leaves(_nodes(output))}
         missing = [slot for slot in watched if id(self._parameters[slot]) not in reached]
         tensors = [
@@ -117,15 +125,15 @@ class RemoteGrads:
         if not missing or not tensors:
             return output
         sparse = [self._slots[slot].sparse for slot in missing]
-        leading = _Reach.apply(  # type: ignore[no-untyped-call]
+        leading = _LeadToParameters.apply(  # type: ignore[no-untyped-call]
             sparse, *tensors, *(self._parameters[slot] for slot in missing)
         )
         changed = {id(before): after for before, after in zip(tensors, leading, strict=True)}
         return rpc.map_leaves(lambda leaf: changed.get(id(leaf), leaf), output)
 
 
-class _Entry:
-    def __init__(self, remote: "weakref.ref[RemoteGrads]", context: int) -> None:
+class _ContextReached:
+    def __init__(self, remote: "weakref.ref[DistributedAutograd]", context: int) -> None:
         self._remote = remote
         self._context = context
 
@@ -134,7 +142,7 @@ class _Entry:
             remote.enter(self._context)
 
 
-class _Reach(torch.autograd.Function):
+class _LeadToParameters(torch.autograd.Function):
     """Outputs as they are; backward gives the parameters behind them zeros in distributed autograd."""
 
     @staticmethod
@@ -148,7 +156,7 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         node = ctx.next_functions[-1][0]
-        if node is None or is_ordinary(node):
+        if node is None or accumulates_into_grad(node):
             return None, *grads, *(None for _ in ctx.likes)
         return None, *grads, *map(_zeros, ctx.likes, ctx.sparse)
 
@@ -159,7 +167,7 @@ def _zeros(like: tuple[torch.Size, torch.dtype, torch.device], is_sparse: bool) 
     return torch.zeros(shape, dtype=dtype, device=device, layout=layout)
 
 
-def _note(remote: "weakref.ref[RemoteGrads]", slot: int, *_grads: object) -> None:
+def _note(remote: "weakref.ref[DistributedAutograd]", slot: int, *_grads: object) -> None:
     if (here := remote()) is not None:
         here.note(slot)
 

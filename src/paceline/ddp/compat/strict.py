@@ -54,7 +54,7 @@ class Strict:
         self._trainable = trainable
         self._rank = rank
         self._finds_unused = finds_unused
-        self.skips_unused = skips_unused
+        self.skip_unused = skips_unused
         self.static = False
         self.error: str | None = None
         self._fired: dict[int, int] = {}

@@ -1,31 +1,33 @@
-"""Runs the hooks of Note [Rounds] in the place of the plain average."""
+"""Runs the hooks of paceline.hooks, which are generators of collectives: see Note [Hooks are generators]."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
+from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.exchange.between_hosts import BetweenHosts
 from paceline.ddp.exchange.comm_hook import check_result
-from paceline.ddp.exchange.exchange import Bucket, Exchange, Unusual
-from paceline.ddp.exchange.round import Round
+from paceline.ddp.exchange.exchange import Exchange, OnSlow
+from paceline.ddp.exchange.hook_run import HookRun
 from paceline.errors import OptionError
-from paceline.hooks.average import averaged
 from paceline.hooks.grad_bucket import GradBucket
-from paceline.hooks.hook import Hook
+from paceline.hooks.hook import Hook, averaged
 
 
-class Rounds(Exchange):
+class GeneratorHook(Exchange):
     """Averages buckets by a hook that is a generator of collectives.
 
-    Gradients reach the hook undivided; averaging is the hook's. The waybill travels beside them. Where ranks
-    share memory, a hook that is for what crosses hosts sees nothing else: see Note [Between hosts].
+    The hook gets gradients that are not divided; averaging is up to the hook. The step report travels in a
+    reduction of its own. If ranks share memory, a hook that is meant for traffic between hosts sees nothing
+    else: see Note [Hooks between hosts].
 
     Args:
-        group: whom to average with.
+        group: the ranks.
         hook: the hook.
     """
 
@@ -33,9 +35,9 @@ class Rounds(Exchange):
         super().__init__(group)
         hook.claim(self)
         self._hook = hook
-        self.joins = hook.joins
+        self.supports_join = hook.joins
         self.name = hook.name
-        self._share = 1.0  # the average that is wanted, divided by that over all ranks
+        self._correction = 1.0  # the wanted average, divided by the average over all ranks
         self._between: BetweenHosts | None = None
         shared = group.shared if hook.between_hosts else None
         self._is_on_one_host = shared is not None and shared.hosts == 1
@@ -44,15 +46,15 @@ class Rounds(Exchange):
         else:
             self._between = BetweenHosts(group, shared, hook)
 
-    def on(self, group: Group) -> "Rounds":
-        """The same among other ranks; what the hook remembers stays."""
+    def for_group(self, group: Group) -> "GeneratorHook":
+        """The same hook among other ranks; what the hook remembers stays."""
         self._hook.release()
-        return Rounds(group, self._hook)
+        return GeneratorHook(group, self._hook)
 
     def begin(self, weight: float | None, ranks: int) -> None:
-        """Tell the hook of a new step."""
-        self._share = self._group.size / ranks
-        self.gain = float(ranks)
+        """Tell the hook that a step begins."""
+        self._correction = self._group.size / ranks
+        self.sum_per_result = float(ranks)
         (self._between or self._hook).begin(weight)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
@@ -62,42 +64,41 @@ class Rounds(Exchange):
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Run the hook up to its first collective."""
         if self._group.size == 1:  # nothing to send, so nothing to lose by compressing it
-            return Done(bucket.gradients)
+            return _Finished(bucket.gradients)
         if self._between is not None and isinstance(bucket, DenseBucket):
             return self._between.launch(bucket, number, is_last=is_last)
         if self._between is not None or self._is_on_one_host:
-            return Round(averaged(bucket.gradients, self._group), self.name)
-        return Round(self._hook.reduce(GradBucket(bucket, number, is_last=is_last), self._group), self.name)
+            return HookRun(averaged(bucket.gradients, self._group), self.name)
+        given = GradBucket(bucket, number, is_last=is_last)
+        return HookRun(self._hook.reduce(given, self._group), self.name)
 
-    def land(self, bucket: Bucket, number: int, pending: Pending, unusual: Unusual) -> None:
+    def wait(self, bucket: Bucket, number: int, pending: Pending, on_slow: OnSlow) -> None:
         """Run the hook to its end."""
-        result = pending.wait(unusual)
+        result = pending.wait(on_slow)
         check_result(result, bucket, number, self.name)
         bucket.receive(result)
-        if self._share != 1:
-            bucket.scale(self._share)
+        if self._correction != 1:
+            bucket.scale(self._correction)
 
 
-class Done:
-    """A result that nothing had to be awaited for."""
+class _Finished:
+    """A result that needs no wait."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
 
-    def wait(self, unusual: Unusual) -> Tensor:  # noqa: ARG002  # as every pending's
-        """The result."""
+    def wait(self, on_slow: OnSlow) -> Any:  # noqa: ARG002  # as every pending's
         return self._result
 
     def done(self) -> bool:
-        """It always is."""
         return True
 
 
-def rounds_of(group: Group, state: object, hook: Hook) -> Rounds:
-    """What runs a hook that a user registered."""
+def run_registered(group: Group, state: object, hook: Hook) -> GeneratorHook:
+    """The exchange for a hook that a user registered with ``register_comm_hook(None, hook)``."""
     if state is not None:
         raise OptionError(
             f"this hook keeps its own state: register it with None (hook: {hook.name}, "
             f"state: {type(state).__name__})"
         )
-    return Rounds(group, hook)
+    return GeneratorHook(group, hook)

@@ -1,17 +1,17 @@
-"""A bucket between two of its hook's collectives."""
+"""One bucket's run through a hook that is a generator of collectives."""
 
 from typing import Any
 
 from paceline.comm.pending import Pending
-from paceline.ddp.exchange.exchange import Unusual
+from paceline.ddp.exchange.exchange import OnSlow
 from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.hook import Reduction
 
 
-class Round:
+class HookRun:
     """A bucket between two of its hook's collectives.
 
-    It may be waited for again, when a step is lost after its buckets have landed.
+    It may be waited for again, when a step is lost after its buckets were reduced.
     """
 
     def __init__(self, reduction: Reduction, name: str) -> None:
@@ -21,13 +21,13 @@ class Round:
         self._result: Any = None
         self._resume(None)
 
-    def wait(self, unusual: Unusual) -> Any:
+    def wait(self, on_slow: OnSlow) -> Any:
         """Wait for one collective after the other; returns what the hook returned."""
         while self._in_flight is not None:
-            value = self._in_flight.wait(unusual)
+            value = self._in_flight.wait(on_slow)
             try:
                 self._resume(value)
-            except Exception as error:  # its own, not that of a collective
+            except Exception as error:  # the hook's own, not that of a collective
                 raise BrokenHookError(f"a hook raised {error!r} (hook: {self._name})") from error
         return self._result
 
@@ -44,5 +44,7 @@ class Round:
             return
         if not isinstance(pending, Pending):
             self._reduction.close()
-            raise HookError(f"a hook yields what is in flight (hook: {self._name}, got: {pending!r})")
+            raise HookError(
+                f"a hook must yield a collective in flight (hook: {self._name}, got: {pending!r})"
+            )
         self._in_flight = pending

@@ -1,0 +1,101 @@
+"""The buckets of one plan, with the memory in which the step report travels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.ddp.buckets.dense import LARGE_NUMEL, DenseBucket, Empty
+from paceline.ddp.buckets.plan import BucketPlan, Slot
+from paceline.ddp.buckets.sparse import SparseBucket
+from paceline.tensors.dtensor import Trained
+
+Bucket = DenseBucket | SparseBucket
+
+
+class BucketSet:
+    """A plan and its buckets.
+
+    Args:
+        plan: which slot is in which bucket.
+        slots: every slot.
+        parameters: their parameters.
+        report_numel: the number of elements of a step report.
+        report_in_bucket: whether the report travels behind the last bucket's gradients, or in a tensor of
+            its own.
+        as_views: whether a gradient may change in the next step although somebody holds it.
+        dtype: the data type in which gradients travel; each in its parameter's own type if None.
+        empty: makes the buckets' storage.
+
+    Attributes:
+        buckets: one for each of the plan's.
+        bucket_of: each planned slot's bucket.
+        is_large: a 1 for each slot whose gradient is copied as soon as it is ready.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        slots: Sequence[Slot],
+        parameters: Sequence[Trained],
+        *,
+        report_numel: int,
+        report_in_bucket: bool,
+        as_views: bool,
+        dtype: torch.dtype | None = None,
+        empty: Empty,
+    ) -> None:
+        self.plan = plan
+        self._slots = slots
+        self._parameters = parameters
+        self._report_numel = report_numel
+        self._report_in_bucket = report_in_bucket
+        self._as_views = as_views
+        self._dtype = dtype
+        self._empty = empty
+        self._report: Tensor | None = None
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[int, Bucket] = {}
+        self.is_large = bytearray(len(slots))
+        for number, members in enumerate(plan.buckets):
+            has_report = report_in_bucket and number == plan.report_bucket
+            bucket = self._make(members, as_views=as_views, tail=report_numel if has_report else 0)
+            self.buckets.append(bucket)
+            for slot in bucket.slots:
+                self.bucket_of[slot.index] = bucket
+                self.is_large[slot.index] = slot.numel >= LARGE_NUMEL and not slot.sparse
+
+    def another(self, number: int) -> Bucket:
+        """A second bucket of the same slots, for gradients that came after the first was launched."""
+        return self._make(self.plan.buckets[number], as_views=True)
+
+    def for_slots(self, members: Sequence[int]) -> Bucket:
+        """A bucket of slots that the plan does not cover."""
+        return self._make(members, as_views=self._as_views)
+
+    @property
+    def report(self) -> Tensor:
+        """Where the step report is written."""
+        if self._report_in_bucket:
+            bucket = self.buckets[self.plan.report_bucket]
+            assert isinstance(bucket, DenseBucket)
+            return bucket.tail
+        if self._report is None:
+            self._report = torch.empty(self._report_numel, device=self._parameters[0].device)
+        return self._report
+
+    def _make(self, members: Sequence[int], *, as_views: bool, tail: int = 0) -> Bucket:
+        slots = [self._slots[slot] for slot in members]
+        parameters = [self._parameters[slot] for slot in members]
+        if slots and slots[0].sparse:
+            return SparseBucket(slots[0], parameters[0], self._dtype)
+        device = (parameters or self._parameters)[0].device
+        return DenseBucket(
+            slots,
+            parameters,
+            device=device,
+            tail=tail,
+            as_views=as_views,
+            dtype=self._dtype,
+            empty=self._empty,
+        )
