@@ -9,7 +9,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "paceline"
 
-# Links to headings, as they work where the files themselves are read.
+# Links to headings work as they do on GitHub.
 myst_heading_anchors = 3
 
 autodoc_typehints = "description"

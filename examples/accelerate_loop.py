@@ -1,4 +1,4 @@
-"""Train a small network with Accelerate; nothing in here knows of paceline.
+"""Train a small network with Accelerate; nothing in here is specific to paceline.
 
 paceline run --patch -n 2 examples/accelerate_loop.py [--save FILE]
 """
@@ -42,7 +42,7 @@ def train(accelerator: Accelerator, epochs: int) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="leave the network's parameters here")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save the network's parameters here")
     arguments = parser.parse_args()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     network = train(accelerator, arguments.epochs)

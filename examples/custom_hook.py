@@ -1,11 +1,11 @@
-"""Communication hooks of one's own, in two ways, and what they send.
+"""Two ways to write your own communication hook, and how much each of them sends.
 
 paceline run -n 2 examples/custom_hook.py
 
-The first is a function of a state and a bucket that returns a future, as torch has them, with one collective
-for a bucket. The second is a compressor, which only says how numbers become bytes and back;
-``paceline.hooks`` does the rest, and remembers what is lost on the way, to send it later. Both train a
-network beside one whose gradients are sent as they are.
+The first is a hook as torch has them: a function of a state and a bucket that returns a future. It issues one
+collective per bucket. The second is a compressor, which only turns numbers into bytes and back.
+``paceline.hooks`` does the rest: it remembers what the compression loses, and adds it to the next gradient. A
+third network, without a hook, shows the difference.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ SIZE = 64
 
 @dataclass
 class Sent:
-    """How many bytes a hook has handed over to be sent."""
+    """Counts the bytes that a hook sends."""
 
     bytes: int = 0
 
 
 def in_half(sent: Sent, bucket: GradBucket) -> Future[Tensor]:
-    """The average of a bucket, summed in float16."""
+    """Averages a bucket in float16."""
     buffer = bucket.buffer()
     half = (buffer / dist.get_world_size()).half()
     sent.bytes += half.nbytes
@@ -40,7 +40,7 @@ def in_half(sent: Sent, bucket: GradBucket) -> Future[Tensor]:
 
 
 class Signs:
-    """A bit a number: whether it is negative. Behind the bits, the mean magnitude of all of them."""
+    """Sends one bit per number, its sign, and after the bits the mean magnitude of all numbers."""
 
     name = "signs"
     keeps_places = True
@@ -59,7 +59,7 @@ class Signs:
 
     def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         bits, scales = messages.split([messages.shape[1] - dtype.itemsize, dtype.itemsize], dim=1)
-        scales = scales.clone(memory_format=torch.contiguous_format).view(dtype)  # a number must be aligned
+        scales = scales.clone(memory_format=torch.contiguous_format).view(dtype)  # view needs aligned numbers
         negative = (bits.unsqueeze(2) & self._values).flatten(1)[:, :numel] != 0
         return torch.where(negative, -scales, scales)
 
@@ -67,13 +67,13 @@ class Signs:
 def wrapped() -> DistributedDataParallel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, 128), nn.Tanh(), nn.Linear(128, 1))
-    # Compressors are for what crosses hosts. Ranks of one host average gradients in shared memory, unless
-    # they are told to leave everything to the process group.
+    # Compressors run between hosts only. Ranks of one host average gradients in shared memory, so this
+    # example turns shared memory off.
     return DistributedDataParallel(model, transport="c10d")
 
 
 def train(model: nn.Module) -> float:
-    """The loss at the end, on this rank's last batch."""
+    """Returns the loss of this rank's last batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(dist.get_rank())
     for x in torch.randn(STEPS, 64, SIZE, generator=data):

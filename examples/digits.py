@@ -3,8 +3,8 @@
 paceline run -n 2 --record DIR examples/digits.py [--epochs N]
 paceline report DIR
 
-The same network is trained by torch's wrapper too, an epoch of one after an epoch of the other, to compare
-their speed.
+To compare the speed, the same network is also trained with torch's wrapper. The two wrappers take turns, one
+epoch each.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from torch import nn
 
 import paceline
 
-BATCH = 128  # of all ranks together
+BATCH = 128  # for all ranks together
 
 
 @dataclass(frozen=True)
 class Data:
-    """Images and labels, some to learn from and some to be tested on."""
+    """Images and labels for training, and others for the test."""
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -71,7 +71,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     def run_epoch(self, number: int) -> None:
-        """Learn from every image once; each rank takes its rows of each batch."""
+        """Train on every image once; each rank takes its rows of each batch."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         order = torch.randperm(len(self._data.labels), generator=torch.Generator().manual_seed(number))
         self.model.train()
@@ -91,13 +91,13 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Of this rank by itself, so it is asked of the network and not of the wrapper."""
+        """On the test images. Only this rank computes it, so it calls the network and not the wrapper."""
         network = self.model.get_submodule("module").eval()
         return float((network(self._data.test_images).argmax(1) == self._data.test_labels).float().mean())
 
     @property
     def images_a_second(self) -> float:
-        """In the median epoch; the first one warms up."""
+        """In the median epoch, without the first, which is slower."""
         images = len(self._data.labels) // BATCH * BATCH
         return images / statistics.median(self.seconds[1:])
 

@@ -1,4 +1,4 @@
-"""Train a small network with Lightning; nothing in here knows of paceline.
+"""Train a small network with Lightning; nothing in here is specific to paceline.
 
 paceline run --patch -n 2 examples/lightning_fit.py [--save FILE]
 """
@@ -38,8 +38,8 @@ def batches() -> DataLoader[tuple[Tensor, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2, help="as many as the launcher starts")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="leave the network's parameters here")
+    parser.add_argument("--ranks", type=int, default=2, help="the number of ranks that the launcher starts")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save the network's parameters here")
     arguments = parser.parse_args()
     lightning.seed_everything(0)
     model = Regression()

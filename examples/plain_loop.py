@@ -1,9 +1,9 @@
-"""The smallest whole training loop: shared-out data, a wrapped network, evaluation, a saved model.
+"""The smallest complete training loop: sharded data, a wrapped network, evaluation, a saved model.
 
 paceline run -n 2 examples/plain_loop.py
 
-Any number of ranks will do. At the end one process loads the saved model by itself and answers for the whole
-test set: its answers must be those that the ranks have put together.
+It works with any number of ranks. At the end one process loads the saved model and classifies the whole test
+set. Its answers must be the same as those that were gathered from the ranks.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import DistributedDataParallel, ShardedSampler, gather_in_order
 
 EPOCHS = 15
-BATCH = 32  # of each rank
+BATCH = 32  # per rank
 SAVED = Path("build/plain_loop.pt")
 
 
 def points(count: int, seed: int) -> TensorDataset:
-    """Points of a square; the label says which of them are inside a circle."""
+    """Random points in a square; the label says whether a point is inside a circle."""
     where = torch.rand(count, 2, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return TensorDataset(where, (where.norm(dim=1) < 0.8).long())
 
@@ -35,19 +35,19 @@ def train(model: DistributedDataParallel, data: TensorDataset) -> None:
     sampler = ShardedSampler(data)
     loader = DataLoader(data, BATCH, sampler=sampler)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # another order in each
-        with model.join():  # some ranks may have a sample, and so a batch, more than others
+        sampler.set_epoch(epoch)  # a new order for each epoch
+        with model.join():  # a rank may have one sample, and so one batch, more than another
             for x, y in loader:
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)
-                with model.weigh(len(x)):  # the last batches may be of different sizes
+                with model.weigh(len(x)):  # the last batches may have different sizes
                     loss.backward()
                 optimizer.step()
 
 
 @torch.no_grad()
 def answers(network: nn.Module, data: TensorDataset) -> Tensor:
-    """What the ranks together say of each point, in the order of the data, on every rank."""
+    """The class of each point, computed by all ranks, in the order of the data; the same on every rank."""
     sampler = ShardedSampler(data, shuffle=False)
     own = [network(x).argmax(1) for x, _ in DataLoader(data, BATCH, sampler=sampler)]
     found: Tensor = gather_in_order(torch.cat(own), sampler)
@@ -57,11 +57,11 @@ def answers(network: nn.Module, data: TensorDataset) -> Tensor:
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(network())  # all ranks start with what rank 0 has
+    model = DistributedDataParallel(network())  # all ranks start with the parameters of rank 0
     train(model, points(1001, seed=0))
     test = points(403, seed=1)
     model.eval()
-    found = answers(model.module, test)  # the network, not the wrapper: nothing is to be averaged here
+    found = answers(model.module, test)  # the network, not the wrapper: there is nothing to average
     if dist.get_rank() == 0:
         SAVED.parent.mkdir(exist_ok=True)
         torch.save(model.module_state_dict(), SAVED)

@@ -1,12 +1,12 @@
-"""Gradient accumulation over sequences of different lengths, so that every token counts the same.
+"""Gradient accumulation over sequences of different lengths, in which every token has the same weight.
 
 paceline run -n 2 examples/token_weights.py
 
-A step has several micro-batches on each rank, each padded to its longest sequence. The loss of each is a mean
-over its tokens, and so is weighed by their number; only the last backward of a step sends anything. The
-gradients are those of one process with all tokens of all ranks in one batch. The plain mean over
-micro-batches and ranks, in which tokens of short sequences count for more, is shown beside it. In float64, so
-that what differs is rounding.
+A step has several micro-batches per rank, each padded to its longest sequence. The loss of a micro-batch is
+the mean over its tokens, so it is weighed by their number. Only the last backward of a step communicates. The
+gradients are those of one process with the tokens of all ranks in one batch. For comparison, the plain mean
+over micro-batches and ranks is shown too: in it, tokens of short sequences weigh more. All in float64, so
+that only rounding differs.
 """
 
 from contextlib import nullcontext
@@ -21,11 +21,11 @@ from paceline import DistributedDataParallel
 TOKENS = 50
 PADDING = -1
 MICRO_BATCHES = 4
-SEQUENCES = 3  # in a micro-batch
+SEQUENCES = 3  # per micro-batch
 
 
 class NextToken(nn.Module):
-    """Guesses each sequence's next token, from those before it."""
+    """Predicts the next token of a sequence from the tokens before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class NextToken(nn.Module):
 
 
 def sequences_of(rank: int) -> list[Tensor]:
-    """What a rank reads in one step; the lengths are very different."""
+    """The sequences of one rank in one step, of very different lengths."""
     generator = torch.Generator().manual_seed(rank)
     lengths = torch.randint(2, 40, (MICRO_BATCHES * SEQUENCES,), generator=generator)
     return [torch.randint(TOKENS, (int(length),), generator=generator) for length in lengths]
 
 
 def mean_loss(model: nn.Module, sequences: list[Tensor]) -> tuple[Tensor, int]:
-    """The mean over the tokens that are there to be guessed, and how many those are."""
+    """The mean loss over all tokens that are not padding, and their number."""
     padded = pad_sequence(sequences, batch_first=True, padding_value=PADDING)
     wanted = padded[:, 1:]
     guesses = model(padded[:, :-1])

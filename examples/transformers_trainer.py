@@ -1,4 +1,4 @@
-"""Train a small language model with transformers' Trainer; nothing in here knows of paceline.
+"""Train a small language model with transformers' Trainer; nothing in here is specific to paceline.
 
 paceline run --patch -n 2 examples/transformers_trainer.py [--save FILE]
 """
@@ -43,7 +43,7 @@ def trainer(folder: str, epochs: int) -> Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="leave the model's parameters here")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save the model's parameters here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         training = trainer(folder, arguments.epochs)

@@ -1,11 +1,11 @@
-"""Two hosts of two ranks on one machine, and what crosses the wire between them.
+"""Two hosts with two ranks each, on one machine, and the bytes that they send to each other.
 
 sudo $(which python) examples/two_hosts.py
 
-Two network namespaces stand for the hosts. In each ``paceline run`` is started as on a host of its own, with
-the same options but for the host's number and address; on real hosts the two commands, which are printed, are
-all there is to do. The ranks train a network with torch's wrapper and with paceline's, and count at the link
-what their host sends for a step. Needs root, to make the namespaces.
+Each host is a network namespace, in which ``paceline run`` is started. The two commands differ only in the
+host's number and address. They are printed, and are all that you need on real hosts. The ranks train a
+network with torch's wrapper and with paceline's, and count how many bytes their host sends per step. Needs
+root, to make the namespaces.
 """
 
 import os
@@ -22,20 +22,20 @@ import paceline
 from paceline.testing.hosts import Hosts, sent_bytes, why_not
 
 STEPS = 4
-SECONDS = 60.0  # until a host counts as stuck
+SECONDS = 60.0  # a host that takes longer hangs
 OPTIONS = "-n 2 --nnodes 2 --node-rank {number} --rdzv-endpoint {meet}:29500 --local-addr {here}"
 
 
 def start(hosts: Hosts, number: int) -> subprocess.Popen[bytes]:
-    """Start the ranks of a host, in it."""
+    """Start the ranks of one host, inside its namespace."""
     options = OPTIONS.format(number=number, meet=hosts.addresses[0], here=hosts.addresses[number])
     command = ["paceline", "run", *options.split(), sys.argv[0]]
     print(f"on host {number}:", *command, flush=True)
     command[0] = str(Path(sys.executable).with_name("paceline"))
     variables = {
         "GLOO_SOCKET_IFNAME": "wire",
-        "PACELINE_HOST_ID": hosts.names[number],  # those of one machine could share memory
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else torch warns that it finds no name server
+        "PACELINE_HOST_ID": hosts.names[number],  # otherwise all ranks of this machine would share memory
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise torch warns that it finds no name server
     }
     inside = ["ip", "netns", "exec", hosts.names[number]]
     return subprocess.Popen([*inside, *command], env=os.environ | variables)  # noqa: S603 - the example's own
@@ -48,17 +48,17 @@ def launch() -> int:
             return max(abs(command.wait(SECONDS)) for command in commands)
         finally:
             for command in commands:
-                command.terminate()  # which has no effect on one that has ended
+                command.terminate()  # no effect on a command that has ended
 
 
 def sent_a_step(wrap: Callable[[nn.Module], nn.Module]) -> float:
-    """Bytes that this rank's host has sent for a step."""
+    """The number of bytes that this rank's host sends per step."""
     torch.manual_seed(0)
     model = wrap(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(8, 512)
     before = 0
-    for step in range(-2, STEPS):  # two to warm up
+    for step in range(-2, STEPS):  # two steps to warm up
         if step == 0:
             dist.barrier()
             before = sent_bytes()
@@ -70,7 +70,7 @@ def sent_a_step(wrap: Callable[[nn.Module], nn.Module]) -> float:
 
 
 def train() -> None:
-    """What each rank does."""
+    """Runs on each rank."""
     dist.init_process_group("gloo")
     theirs = sent_a_step(torch.nn.parallel.DistributedDataParallel)
     ours = sent_a_step(paceline.DistributedDataParallel)

@@ -1,10 +1,10 @@
-"""Ranks with different amounts of data: all of it is trained on, and each sample counts the same.
+"""Ranks with different amounts of data: all of it is used, and each sample has the same weight.
 
 paceline run -n 2 examples/uneven_inputs.py
 
-``join`` lets a rank that has run out of data go along with the others; ``weigh`` counts each rank's batch
-by its samples. The ranks end with the parameters of one process whose batches are, in each step, those of all
-ranks that still have one. In float64, so that what differs is rounding.
+With ``join``, a rank without inputs takes part in the steps of the other ranks. With ``weigh``, each rank's
+batch is weighed by its number of samples. The result is that of one process, whose batch in each step
+contains the batches of all ranks that still have one. All in float64, so that only rounding differs.
 """
 
 import torch
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def batches_of(rank: int) -> list[Batch]:
-    """A rank's data: 53 samples on rank 0, and 70 more on each further one."""
+    """A rank's data: 53 samples on rank 0, 123 on rank 1, and 70 more on each rank after that."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(53 + 70 * rank, 8, generator=generator, dtype=torch.float64)
     return list(zip(x.split(BATCH), x.sin().sum(1, keepdim=True).split(BATCH), strict=True))
@@ -43,7 +43,7 @@ def train_together(batches: list[Batch]) -> nn.Module:
 
 
 def train_alone(ranks: int) -> nn.Module:
-    """One process on what all ranks have."""
+    """Train one process on the data of all ranks."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     everyone = [batches_of(rank) for rank in range(ranks)]
@@ -57,7 +57,7 @@ def train_alone(ranks: int) -> nn.Module:
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
-    """Of the parameters, at most."""
+    """The largest difference between two parameters."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
 
