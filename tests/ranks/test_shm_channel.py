@@ -30,7 +30,7 @@ def channels(count: int, timeout: float = 15.0) -> list[Channel]:
     group = Group(distributed.group.WORLD)
     near = neighbours.find(group)
     assert near is not None
-    found = [near.open(group, room=MIB, timeout=timeout) for _ in range(count)]
+    found = [near.open(group, nbytes=MIB, timeout=timeout) for _ in range(count)]
     return [channel for channel in found if channel is not None]
 
 
@@ -60,7 +60,7 @@ def more_than_there_are_notes(rank: int) -> None:
 def staging_comes_and_goes(rank: int) -> None:
     [channel] = channels(1)
     segment = channel._segment
-    channel.give_back_staging()  # the room that was wanted begins there
+    channel.release_staging()  # the memory that was asked for begins there
     for number in range(3):
         tensor = torch.full((3 * MIB,), number if rank == 0 else 77, dtype=torch.uint8)
         channel.run(Barrier(channel))
@@ -285,7 +285,7 @@ def given_up_twice(rank: int) -> None:
     if not rank:
         for tensor in tensors:  # the thread of the first is still at work when the next is given up
             channel.launch(total_in_place(channel, tensor))
-            channel.finish_behind()
+            channel.finish_in_background()
             time.sleep(0.01)
         distributed.barrier()
         return

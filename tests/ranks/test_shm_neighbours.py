@@ -168,8 +168,8 @@ def test_a_wrapper_without_room_on_one_rank_goes_over_the_process_group_on_all(p
     assert "rank 1: [Errno 28]" in text
 
 
-def opened(near: Neighbours, group: Group, room: int = MIB) -> Channel:
-    channel = near.open(group, room=room, timeout=10.0)
+def opened(near: Neighbours, group: Group, nbytes: int = MIB) -> Channel:
+    channel = near.open(group, nbytes=nbytes, timeout=10.0)
     assert channel is not None
     return channel
 

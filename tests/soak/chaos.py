@@ -74,7 +74,7 @@ def collectives(chance: random.Random) -> Iterator[None]:
     group = Group(distributed.group.WORLD)
     near = neighbours_in(distributed.group.WORLD, group)
     assert near is not None
-    channel = near.open(group, room=10 << 20, timeout=TIMEOUT)
+    channel = near.open(group, nbytes=10 << 20, timeout=TIMEOUT)
     assert channel is not None
     block = channel.arena.empty(10 << 18, torch.float32)
     assert block is not None

@@ -297,7 +297,7 @@ def open_lanes(rank: int, world: int) -> list[Lane | None]:
             group = Group(process_group)
             near = neighbours_in(process_group, group)
             assert near is not None
-            channel = near.open(group, room=1 << 20, timeout=120.0)
+            channel = near.open(group, nbytes=1 << 20, timeout=120.0)
             assert channel is not None
             lane = Lane(channel, deque())
         lanes.append(lane)

@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.across import Across, open_across
+from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import Pending, SegmentsPending, WorkPending
-from paceline.comm.roll_call import RollCall
 from paceline.comm.shm.neighbours import Neighbours
 from paceline.comm.shm.transport import SharedMemory, neighbours_in
 from paceline.errors import OptionError, WrapError
@@ -44,7 +44,7 @@ class Group:
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
         number = next(_members.setdefault(self.name, itertools.count()))
-        self.roll_call = RollCall(process_group.get_group_store(), number, rank=self.rank, size=self.size)
+        self.peer_notes = PeerNotes(process_group.get_group_store(), number, rank=self.rank, size=self.size)
 
     @property
     def backend(self) -> str:
@@ -77,22 +77,22 @@ class Group:
         timeout: timedelta = self._options._timeout
         return timeout
 
-    def share_memory(self, *, room: int) -> None:
-        """Reduce in shared memory from now on, where ranks share any; done by every rank at once.
+    def share_memory(self, *, nbytes: int) -> None:
+        """Reduce in shared memory from now on, where ranks share any; every rank calls this at once.
 
         Args:
-            room: how many bytes of it will be wanted.
+            nbytes: how much shared memory each rank will need.
         """
         if self.size == 1 or (near := neighbours_in(self.process_group, self)) is None:
             return
-        channel = near.open(self, room=room, timeout=self.timeout.total_seconds())
+        channel = near.open(self, nbytes=nbytes, timeout=self.timeout.total_seconds())
         if channel is not None:
             counterparts = self._counterparts(near)
             across = None if counterparts is None else Across(self._open(counterparts), counterparts)
             self.shared = SharedMemory(channel, near, across)
             self._near = near
 
-    def hosts(self) -> "Group | None":
+    def open_leader_group(self) -> "Group | None":
         """A new group of this rank's counterparts, one on each host, which all do this at once.
 
         None if there are none: on one host, or if not every host has so many ranks.
@@ -115,20 +115,20 @@ class Group:
             shared = self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device) if shared is None else shared
 
-    def keep_moving(self) -> None:
+    def make_progress(self) -> None:
         """Do what can be done without waiting for anyone, if other hosts wait for it."""
         if self.shared is not None and self.shared.hosts > 1:
-            self.shared.keep_moving()
+            self.shared.make_progress()
 
-    def give_back(self) -> None:
+    def release_staging(self) -> None:
         """Keep no memory that is not needed in every step; waits for what is in flight."""
         if self.shared is not None:
-            self.shared.give_back()
+            self.shared.release_staging()
 
-    def finish_behind(self) -> None:
+    def finish_in_background(self) -> None:
         """Have this rank's part of what is in flight done, though nobody here will wait for it."""
         if self.shared is not None:
-            self.shared.finish_behind()
+            self.shared.finish_in_background()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""

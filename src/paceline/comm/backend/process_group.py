@@ -391,4 +391,4 @@ def _open_channel(gloo: Any, rank: int, size: int, timeout: timedelta) -> Channe
     found = neighbours.find(gatherer) if size > 1 else None
     if found is None or len(found.hosts) > 1:
         return None
-    return found.open(gatherer, room=PAGE, timeout=timeout.total_seconds())
+    return found.open(gatherer, nbytes=PAGE, timeout=timeout.total_seconds())

@@ -155,7 +155,7 @@ class Channel:
         """Launch a collective and wait for it."""
         self.wait(self.launch(collective))
 
-    def give_back_staging(self) -> None:
+    def release_staging(self) -> None:
         """Have no memory for what lives elsewhere until it is needed again; waits for what is in flight."""
         self._wait_for(self._pieces, fully=True)
         with self._lock:
@@ -164,7 +164,7 @@ class Channel:
                 self._segment.release(self._staging.offset, self._staging.nbytes)
                 self._reserved = [0] * AREAS
 
-    def finish_behind(self) -> None:
+    def finish_in_background(self) -> None:
         """Have a thread do this rank's part of what is left, for the others' sake."""
         with self._lock:
             self._owed = self._pieces

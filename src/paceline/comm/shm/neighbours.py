@@ -65,21 +65,21 @@ class Neighbours:
         self._unused: list[int] = []
         self._dropped: dict[int, tuple[Place, object]] = {}
 
-    def open(self, group: Gatherer, *, room: int, timeout: float) -> Channel | None:
+    def open(self, group: Gatherer, *, nbytes: int, timeout: float) -> Channel | None:
         """Make a channel, on every rank of the group at once.
 
         Args:
             group: all of them.
-            room: how many bytes in shared memory the channel's user will want.
+            nbytes: how much shared memory the channel's user will need per rank.
             timeout: so many seconds others are waited for.
 
         Returns:
-            None, on every rank, if some rank has not got that room.
+            None, on every rank, if some rank has not got that much.
         """
         number, problem = None, None
         dropped = self._dropped.copy()  # one more may be found to be gone at any time
         try:
-            reserved = self.arena.ensure(room + (STAGING_BYTES if self._segment.is_limited else 0))
+            reserved = self.arena.ensure(nbytes + (STAGING_BYTES if self._segment.is_limited else 0))
             if self.rank == 0:
                 number = self._unused.pop() if self._unused else next(self._numbers)
                 open_channel(self._segment, number, len(self.ranks))

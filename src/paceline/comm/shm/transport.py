@@ -126,19 +126,19 @@ class SharedMemory:
             for tensor, part in zip(tensors, parts, strict=True):
                 _set_bytes(tensor, part)
 
-    def keep_moving(self) -> None:
+    def make_progress(self) -> None:
         """Do what can be done without waiting for anyone."""
         if self._channel.in_flight:
             with contextlib.suppress(Exception):  # who waits for it is told
                 self._channel.advance()
 
-    def give_back(self) -> None:
+    def release_staging(self) -> None:
         """Have no more memory than what lives there."""
-        self._channel.give_back_staging()
+        self._channel.release_staging()
 
-    def finish_behind(self) -> None:
+    def finish_in_background(self) -> None:
         """Do this rank's part of what is in flight in a thread, for the others' sake."""
-        self._channel.finish_behind()
+        self._channel.finish_in_background()
 
 
 def _set_bytes(tensor: Tensor, data: Tensor) -> None:

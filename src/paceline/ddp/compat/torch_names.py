@@ -248,7 +248,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def _share_memory(self) -> None:
         """Reduce in shared memory where that can be done; every rank of the group does this at once."""
         if self._transport.may_share and self.device_type == "cpu":
-            self._group.share_memory(room=sum(slot.nbytes for slot in self._slots.slots))
+            self._group.share_memory(nbytes=sum(slot.nbytes for slot in self._slots.slots))
 
     @property
     def _distributed_rank(self) -> int:

@@ -84,7 +84,7 @@ class BetweenHosts:
     def __init__(self, group: Group, shared: SharedMemory, hook: Hook) -> None:
         self._shared = shared
         self._hook = hook
-        self._counterparts = group.hosts()
+        self._counterparts = group.open_leader_group()
         if self._counterparts is not None:
             hook.meet(self._counterparts)
         # The hook averages over the hosts, which may have more ranks and less.

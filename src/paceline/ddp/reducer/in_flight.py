@@ -153,7 +153,7 @@ class Flight:
             except BrokenHookError:
                 raise
             except HookError as error:
-                self._group.roll_call.tell_why(self._step, repr(error))
+                self._group.peer_notes.note_reason(self._step, repr(error))
                 mistake = mistake or error
                 self._outcome = Outcome.RAISED_IN_BACKWARD
         return mistake
@@ -175,7 +175,7 @@ class Flight:
         if self._exchange.carries_waybill:
             return
         if mistake is not None:
-            self._group.roll_call.tell_why(self._step, repr(mistake))
+            self._group.peer_notes.note_reason(self._step, repr(mistake))
         failed = torch.zeros(self._group.size, device=self._fleet.tail.device)
         failed[self._group.rank] = mistake is not None
         carrier = self._fleet.plan.carrier
@@ -228,23 +228,23 @@ class Flight:
         except RuntimeError as error:
             if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
                 # Those of other hosts cannot see what has happened on this one.
-                self._group.roll_call.tell_why(self._step, repr(error))
-                self._group.roll_call.break_off(self._step, f"bucket {number}")
+                self._group.peer_notes.note_reason(self._step, repr(error))
+                self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
             raise StalledError(verdict.stalled(bucket, number, self._step, self._group, error)) from error
 
     def _look_around(self, number: int) -> None:
         """A wait takes long: say so, and see whether another rank has left."""
         if time.monotonic() > self._deadline:
             raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
-        roll_call = self._group.roll_call
-        roll_call.post(self._step, number)
-        for rank in roll_call.broken(self._step):
-            why = roll_call.why(self._step, rank)
+        peer_notes = self._group.peer_notes
+        peer_notes.note_waiting(self._step, number)
+        for rank in peer_notes.stopped(self._step):
+            why = peer_notes.reason(self._step, rank)
             if why is None:  # that rank only heard of another's exception, as this one is about to
                 continue
             reason = f"rank {rank} raised {why} of step {self._step}"
             self.broken = reason
-            roll_call.break_off(self._step, f"waiting for bucket {number}")
+            peer_notes.note_stopped(self._step, f"waiting for bucket {number}")
             raise PeerError(
                 f"{reason}; the step is lost on every rank, and its gradients are dropped "
                 f"(here: rank {self._group.rank}, waiting for bucket {number})"
@@ -252,13 +252,13 @@ class Flight:
 
     def _break_off(self, number: int, error: BaseException) -> None:
         self.broken = f"{error!r} in the hook for bucket {number}"
-        roll_call = self._group.roll_call
-        roll_call.tell_why(self._step, self.broken)
-        roll_call.break_off(self._step, f"bucket {number}")
+        peer_notes = self._group.peer_notes
+        peer_notes.note_reason(self._step, self.broken)
+        peer_notes.note_stopped(self._step, f"bucket {number}")
 
     def _refuse_to_go_on(self) -> None:
         """Raise unless every rank broke off at the same place, so that nobody waits for anyone."""
-        places = self._group.roll_call.all_broken(self._step)
+        places = self._group.peer_notes.wait_until_all_stopped(self._step)
         if len(places) < self._group.size or len({*places.values()}) > 1:
             raise StepError(
                 f"the ranks' collectives no longer match: {self.broken}, and only the hook knows what it "

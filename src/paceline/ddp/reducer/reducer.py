@@ -204,7 +204,7 @@ class Reducer(TorchNames):
             try:
                 flight = self._current.flight
                 if flight.broken is None:
-                    self.group.roll_call.tell_why(self.step, reason)
+                    self.group.peer_notes.note_reason(self.step, reason)
                     flight.launch_nothing(outcome)
             finally:
                 self.drop()
@@ -392,7 +392,7 @@ class Reducer(TorchNames):
         """Forget a step that is lost, with all gradients: the same on every rank."""
         # What is in flight still reads and writes the storage.
         self._given_up = None if self._step is None else self._step.flight
-        self.group.finish_behind()
+        self.group.finish_in_background()
         self.recorder.ended(Kind.LOST)
         for bucket in self.fleet.buckets:
             bucket.reset()

@@ -107,7 +107,7 @@ class Step:
         if prompt or len(self._untaken) >= BATCH:
             self._take_small(self._untaken)
             self._untaken = []
-        self._means.group.keep_moving()
+        self._means.group.make_progress()
 
     def shadow(self) -> None:
         """Have nothing to contribute, and say so."""

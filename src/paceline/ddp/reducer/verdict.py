@@ -12,7 +12,7 @@ def check(summary: Summary, step: int, group: Group) -> None:
     """Raise, on every rank alike, if the ranks' words on a step do not add up to a step."""
     for rank, outcome in summary.raised.items():
         where = "forward" if outcome is Outcome.RAISED_IN_FORWARD else "backward"
-        reason = group.roll_call.why(step, rank) or "an exception"
+        reason = group.peer_notes.reason(step, rank) or "an exception"
         raise PeerError(
             f"rank {rank} raised {reason} in {where} of step {step}; the step is lost on every rank, and its "
             f"gradients are dropped (here: rank {group.rank})"
@@ -34,7 +34,7 @@ def stalled(bucket: Bucket, number: int, step: int, group: Group, error: Excepti
     names = [slot.name for slot in bucket.slots]
     if len(names) > _SHOWN:
         names = [*names[:2], "…", names[-1]]
-    missing = group.roll_call.missing(step, number)
+    missing = group.peer_notes.missing(step, number)
     who = f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
     return (
         f"bucket {number} ({', '.join(names)}) of step {step} was not reduced on rank {group.rank}; {who}; "
