@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm.group import Group
-from paceline.comm.optimizers import overlapped
+from paceline.comm.torch_distributed import as_overlapped_optimizer
 from paceline.data_parallel.scatter_gather import gather, scatter_kwargs
 from paceline.ddp.compat.builtin_hooks import builtin_hook
 from paceline.ddp.compat.logging_data import construction_data
@@ -303,7 +303,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             optim_params = list(optim_params)
             self._refuse_foreign(optim_params)
         try:
-            overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
+            as_overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
             self.reducer.weighs = False  # the optimizer would step on sums that are not divided yet
         except NotImplementedError as error:
             raise UnsupportedError(

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.comm.shm.parts import Run
-from paceline.comm.shm.transport import SharedMemory
+from paceline.comm.shm.in_place import Slice
+from paceline.comm.shm.transport import SharedMemoryTransport
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.comm_hook import check_result
@@ -69,7 +69,7 @@ class Part:
     """
 
     bucket: DenseBucket
-    runs: Sequence[Run]
+    runs: Sequence[Slice]
 
 
 class BetweenHosts:
@@ -81,7 +81,7 @@ class BetweenHosts:
         hook: the hook.
     """
 
-    def __init__(self, group: Group, shared: SharedMemory, hook: Hook) -> None:
+    def __init__(self, group: Group, shared: SharedMemoryTransport, hook: Hook) -> None:
         self._shared = shared
         self._hook = hook
         self._counterparts = group.open_leader_group()
@@ -89,7 +89,7 @@ class BetweenHosts:
             hook.meet(self._counterparts)
         # The hook averages over the hosts, which may have more ranks and less.
         self._factor = shared.hosts / group.size
-        self._couriers = Couriers(shared.couriers)
+        self._couriers = Couriers(shared.leaders)
         self._parts: WeakKeyDictionary[DenseBucket, Part] = WeakKeyDictionary()
         self._summing: deque[Crossing] = deque()
         self._weight: Pending | None = None
@@ -98,7 +98,7 @@ class BetweenHosts:
         """A step begins: what this rank's gradients were multiplied by is added up too."""
         self._summing.clear()  # of a step that every rank broke off at the same place
         given = torch.tensor([weight is not None, weight or 0.0], dtype=torch.float64)
-        self._weight = self._shared.all_reduce_inside(given)
+        self._weight = self._shared.all_reduce_on_host(given)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """Tell the hook that a step has ended well."""
@@ -121,11 +121,13 @@ class BetweenHosts:
 
     def sum(self, bucket: DenseBucket, part: Part) -> Pending:
         """Begin to add up inside the host."""
-        return self._shared.sum_parts(bucket.storage, part.bucket.storage, part.runs, factor=self._factor)
+        return self._shared.reduce_scatter_slices(
+            bucket.storage, part.bucket.storage, part.runs, factor=self._factor
+        )
 
     def spread(self, bucket: DenseBucket, part: Part) -> Pending:
         """Begin to give the part to every rank of the host."""
-        return self._shared.spread_parts(bucket.storage, part.bucket.storage, part.runs)
+        return self._shared.all_gather_slices(bucket.storage, part.bucket.storage, part.runs)
 
     def run_hook(self, part: Part, number: int, *, is_last: bool) -> Round | None:
         """Run the hook up to its first collective; None if there is nothing to carry."""
@@ -163,7 +165,7 @@ class BetweenHosts:
 
     def _cut(self, bucket: DenseBucket) -> Part:
         own: list[int] = []
-        runs: list[Run] = []
+        runs: list[Slice] = []
         width = 2 if bucket.gradients.is_complex() else 1
         offset = 0
         for place, (slot, courier) in enumerate(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from paceline.comm.optimizers import take_over
+from paceline.comm.torch_distributed import remove_in_backward_hooks
 
 
 class InBackward:
@@ -26,7 +26,7 @@ class InBackward:
     def look(self) -> None:
         """Take over the optimizers of parameters that have some."""
         self._optimized = [each for each in self._parameters if _optimizers(each)]
-        take_over(self._optimized)
+        remove_in_backward_hooks(self._optimized)
 
     def step(self) -> None:
         """Step them, and clear the gradients that they have used up."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.probing import pair_group
+from paceline.comm.rendezvous import pair_group
 from paceline.tools.doctor.finding import Finding, notice, ok
 
 CHECK = "speed"
