@@ -1,4 +1,4 @@
-"""Two hosts of several ranks: what crosses the link, and what is heard of a rank that dies."""
+"""Two hosts of several ranks: what is sent between them, and which errors name a rank that dies."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Counting(nn.Module):
         return x * self.weight
 
 
-def crossing(rank: int, hosts: Hosts, layout: str) -> dict[str, float]:
+def bytes_between_hosts(rank: int, hosts: Hosts, layout: str) -> dict[str, float]:
     """Bytes a step that this rank's host sends."""
     with hosts.group(rank, world=len(layout), host="ab".index(layout[rank])):
         linear = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -60,9 +60,9 @@ def counted(module: nn.Module, hook: hooks.Hook | None = None) -> float:
 
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_gradients_and_buffers_cross_once_a_host(layout: str) -> None:
+def test_gradients_and_buffers_are_sent_between_hosts_once_per_host(layout: str) -> None:
     with Hosts() as hosts:
-        sent = run_ranks(crossing, len(layout), args=(hosts, layout), timeout=60.0, backend=None)
+        sent = run_ranks(bytes_between_hosts, len(layout), args=(hosts, layout), timeout=60.0, backend=None)
     first, last = sent[0], sent[-1]
     assert GRADIENTS < first["gradients"] < 1.02 * GRADIENTS
     assert GRADIENTS < last["gradients"] < 1.02 * GRADIENTS
@@ -90,13 +90,13 @@ def dying(rank: int, hosts: Hosts, notes: Path) -> None:
         os._exit(0)
 
 
-def test_a_rank_that_dies_is_named_by_its_neighbours_and_missed_by_its_counterpart(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named_on_its_host_and_missed_by_the_leader_of_the_other(tmp_path: Path) -> None:
     with Hosts() as hosts, pytest.raises(RanksError):
         run_ranks(dying, 4, args=(hosts, tmp_path), timeout=20.0, backend=None)
     notes = {int(note.name): note.read_text().partition("\n") for note in tmp_path.iterdir()}
     assert notes.keys() == {0, 2, 3}
     assert float(notes[0][0]) < 2
     assert "missing ranks: [1]" in notes[0][2]
-    # Its counterpart hears gloo's error, and its counterpart's neighbour hears of that.
-    assert "hosts lost each other (ranks: [1, 3]" in notes[3][2]
-    assert "hosts lost each other" in notes[2][2] or "broke off" in notes[2][2]
+    # The host leader that it reduced with gets an error of gloo, and tells the other rank of its host.
+    assert "the reduction between hosts failed (ranks: [1, 3]" in notes[3][2]
+    assert "the reduction between hosts failed" in notes[2][2] or "a rank failed" in notes[2][2]

@@ -23,7 +23,7 @@ NOT_GLOOS = [torch.int16, torch.uint16, torch.uint32, torch.uint64, *ONLY_COPIED
 SIZES = [0, 1, 7]
 # More than every rank adds up by itself.
 MORE = 33_001
-# In several pieces, the last of them short.
+# In several chunks, the last of them short.
 LONG = 1_100_001
 
 
@@ -236,7 +236,7 @@ def long_ones(rank: int) -> str:
     return str(digest)
 
 
-def test_long_tensors_go_in_pieces(sharing: RankPool) -> None:
+def test_long_tensors_go_in_chunks(sharing: RankPool) -> None:
     assert len(set(sharing.run(long_ones))) == 1
 
 

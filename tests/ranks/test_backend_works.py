@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from paceline.comm.backend.work import Attendant
+from paceline.comm.backend.work import WorkExecutor
 from paceline.comm.shm.segment import PAGE, Segment
 from paceline.errors import (
     ClosedGroupError,
@@ -43,7 +43,7 @@ def both_backends() -> list[Any]:
 def as_gloos(rank: int) -> None:
     for group in both_backends():
         own = torch.full((3,), rank + 1.0)
-        # Rank 1 comes only after rank 0 has lost patience.
+        # Rank 1 comes only after rank 0's wait has timed out.
         if rank == 1:
             distributed.barrier()
         work = distributed.all_reduce(own, group=group, async_op=True)
@@ -93,7 +93,7 @@ def chained(rank: int) -> None:
         distributed.all_reduce(torch.full((2,), rank + start), async_op=True).get_future().then(again)
         for start in (0.0, 1.0, 2.0)
     ]
-    # The second rounds may meet in any order, unless there is but one at a time; so only their end counts.
+    # The second rounds may come in any order; so the test is only that they end.
     assert all(isinstance(future.wait(), Tensor) for future in futures)
 
 
@@ -148,12 +148,12 @@ def many_threads(rank: int) -> None:
         distributed.destroy_process_group(group)
 
 
-def test_a_thread_a_group(sharing: RankPool) -> None:
+def test_one_thread_per_group(sharing: RankPool) -> None:
     sharing.run(many_threads)
 
 
 def in_order(_: int) -> None:
-    """Later calls see what earlier ones left, whoever carries them out."""
+    """Later calls see the results of earlier ones, whichever thread finishes them."""
     own = torch.ones(9_000)
     for _ in range(4):
         works = [distributed.all_reduce(own, async_op=True) for _ in range(3)]
@@ -227,7 +227,7 @@ def ended(rank: int) -> None:
         group.allreduce([own])
 
 
-def test_a_group_finishes_its_works_and_takes_its_thread_along(sharing: RankPool) -> None:
+def test_a_group_that_ends_finishes_its_works_and_ends_its_thread(sharing: RankPool) -> None:
     sharing.run(ended)
 
 
@@ -246,33 +246,33 @@ def forked(_: int) -> None:
     assert own.tolist() == [2.0] * 2
 
 
-def test_a_forked_child_cannot_use_the_group_nor_harm_it(sharing: RankPool) -> None:
+def test_a_forked_child_cannot_use_the_group_or_harm_it(sharing: RankPool) -> None:
     sharing.run(forked)
 
 
 class StuckChannel:
-    """Nobody ever comes; who waits looks around."""
+    """No other rank ever comes."""
 
     rank, size = 0, 2
 
     def launch(self, collective: object) -> object:
         return collective
 
-    def wait(self, _: object, unusual: Any, **__: float) -> None:
+    def wait(self, _: object, on_slow: Any, **__: float) -> None:
         while True:
-            unusual()
+            on_slow()
             time.sleep(0.001)
 
 
 def test_the_end_of_the_interpreter_waits_for_nobody() -> None:
-    class Request:
+    class Call:
         collectives = [None]
         outputs: list[Tensor] = []
 
-    attendant = Attendant(StuckChannel())  # type: ignore[arg-type]
-    work = attendant.launch(lambda _: Request(), (), {}, timeout=60.0, is_async=True)
+    executor = WorkExecutor(StuckChannel())  # type: ignore[arg-type]
+    work = executor.launch(lambda _: Call(), (), {}, timeout=60.0, is_async=True)
     assert not work.is_completed()
-    attendant.leave()
+    executor.exit()
     with pytest.raises(ClosedGroupError):
         work.wait()
     assert names() == []
@@ -329,7 +329,7 @@ def misfits(_: int) -> None:
     distributed.barrier()
 
 
-def test_misfits_on_one_rank_are_told_before_anything_is_launched(sharing: RankPool) -> None:
+def test_misfits_on_one_rank_raise_before_anything_is_launched(sharing: RankPool) -> None:
     sharing.run(misfits)
 
 
@@ -353,7 +353,7 @@ def late(rank: int) -> list[str]:
     return texts
 
 
-def test_a_late_rank_is_named_to_who_waits_and_to_the_future(sharing: RankPool) -> None:
+def test_a_late_rank_is_named_by_wait_and_by_the_future(sharing: RankPool) -> None:
     texts, _ = sharing.run(late)
     assert all("missing ranks: [1]" in text for text in texts)
 
@@ -368,11 +368,11 @@ def killed(rank: int, note: str) -> None:
     assert time.monotonic() - start < 10.0
     with pytest.raises(LostRankError):
         distributed.barrier(async_op=True).wait()
-    Path(note).write_text("told")
+    Path(note).write_text("raised")
 
 
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(killed, args=(str(tmp_path / "note"),), backend="paceline")
-    assert (tmp_path / "note").read_text() == "told"
+    assert (tmp_path / "note").read_text() == "raised"
     assert any(isinstance(error, RankDiedError) for error in caught.value.exceptions)

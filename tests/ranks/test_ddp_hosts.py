@@ -23,7 +23,7 @@ from hook_nets import (
 from torch import Tensor, distributed, nn
 
 from paceline import DistributedDataParallel, hooks
-from paceline.comm.shm.neighbours import HOST_VARIABLE
+from paceline.comm.shm.local_ranks import HOST_VARIABLE
 from paceline.testing import RankPool
 
 LAYOUTS = {"two and two": "aabb", "three and one": "aaab", "three hosts, mixed": "abcba"}
@@ -180,7 +180,7 @@ def other_types(rank: int) -> None:
         assert distance(found, mean(everyones(dtype=dtype))) < error, dtype
 
 
-def test_gradients_of_other_types_cross_under_a_hook(twice_two: Split) -> None:
+def test_gradients_of_other_types_are_sent_between_hosts_under_a_hook(twice_two: Split) -> None:
     twice_two.run(other_types)
 
 
@@ -264,7 +264,7 @@ def sizes(rank: int, between_hosts: bool, transport: str) -> list[int]:
     return hook.sizes
 
 
-def test_each_rank_of_a_host_carries_a_part(twice_two: Split) -> None:
+def test_each_host_leader_reduces_a_part(twice_two: Split) -> None:
     assert twice_two.run(sizes, True, "auto") == [[2, 120_000]] * 4
 
 

@@ -16,10 +16,11 @@ from threads import in_threads
 from torch import Tensor, distributed
 
 from paceline.comm.group import Group
-from paceline.comm.shm import neighbours
 from paceline.comm.shm.channel import Channel, _channels
-from paceline.comm.shm.collectives import Barrier, Broadcast, ReduceAlone, ReduceInPlace
-from paceline.comm.shm.notes import NOTES
+from paceline.comm.shm.collective import MAX_IN_FLIGHT
+from paceline.comm.shm.collectives import Barrier, BroadcastBytes, OneShotReduce
+from paceline.comm.shm.in_place import TwoShotAllReduce
+from paceline.comm.shm.local_ranks import find_local_ranks
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
 from paceline.testing import RankPool
 
@@ -28,28 +29,28 @@ MIB = 1 << 20
 
 def channels(count: int, timeout: float = 15.0) -> list[Channel]:
     group = Group(distributed.group.WORLD)
-    near = neighbours.find(group)
-    assert near is not None
-    found = [near.open(group, room=MIB, timeout=timeout) for _ in range(count)]
+    local_ranks = find_local_ranks(group)
+    assert local_ranks is not None
+    found = [local_ranks.open_channel(group, nbytes=MIB, timeout=timeout) for _ in range(count)]
     return [channel for channel in found if channel is not None]
 
 
-def total(channel: Channel, tensor: Tensor) -> ReduceAlone:
-    return ReduceAlone(channel, tensor, Tensor.add_, "sum")
+def total(channel: Channel, tensor: Tensor) -> OneShotReduce:
+    return OneShotReduce(channel, tensor, Tensor.add_, "sum")
 
 
-def total_in_place(channel: Channel, tensor: Tensor) -> ReduceInPlace:
-    return ReduceInPlace(channel, tensor, Tensor.add_, "sum")
+def total_in_place(channel: Channel, tensor: Tensor) -> TwoShotAllReduce:
+    return TwoShotAllReduce(channel, tensor, Tensor.add_, "sum")
 
 
-def more_than_there_are_notes(rank: int) -> None:
+def more_than_can_be_in_flight(rank: int) -> None:
     [channel] = channels(1)
-    tensors = [torch.full((3,), float(number)) for number in range(2 * NOTES + 50)]
+    tensors = [torch.full((3,), float(number)) for number in range(2 * MAX_IN_FLIGHT + 50)]
     launched = []
     for number, tensor in enumerate(tensors):
         launched.append(channel.launch(total(channel, tensor)))
-        if rank and number == NOTES // 2:
-            time.sleep(0.05)  # the other one comes to the end of the notes
+        if rank and number == MAX_IN_FLIGHT // 2:
+            time.sleep(0.05)  # the other rank must wait until fewer are in flight
     for each in reversed(launched):
         channel.wait(each)
     assert [tensor[0].item() for tensor in tensors] == [
@@ -60,27 +61,27 @@ def more_than_there_are_notes(rank: int) -> None:
 def staging_comes_and_goes(rank: int) -> None:
     [channel] = channels(1)
     segment = channel._segment
-    channel.give_back_staging()  # the room that was wanted begins there
+    channel.release_staging()  # the memory that was asked for begins there
     for number in range(3):
         tensor = torch.full((3 * MIB,), number if rank == 0 else 77, dtype=torch.uint8)
         channel.run(Barrier(channel))
         before = os.fstat(segment.file).st_blocks
         channel.run(Barrier(channel))
-        channel.run(Broadcast(channel, tensor, root=0))
+        channel.run(BroadcastBytes(channel, tensor, root=0))
         assert (tensor == number).all()
         assert os.fstat(segment.file).st_blocks * 512 >= 3 * MIB
         channel.run(Barrier(channel))
-        channel.give_back_staging()
+        channel.release_staging()
         channel.run(Barrier(channel))
         assert os.fstat(segment.file).st_blocks == before
 
 
-def test_memory_for_what_lives_elsewhere_is_given_back_and_taken_again(ranks: RankPool) -> None:
+def test_staging_buffers_are_released_and_reserved_again(ranks: RankPool) -> None:
     ranks.run(staging_comes_and_goes)
 
 
-def test_more_can_be_launched_than_there_are_notes(ranks: RankPool) -> None:
-    ranks.run(more_than_there_are_notes)
+def test_more_can_be_launched_than_can_be_in_flight(ranks: RankPool) -> None:
+    ranks.run(more_than_can_be_in_flight)
 
 
 def threads_on_one(rank: int) -> None:
@@ -96,7 +97,7 @@ def threads_on_one(rank: int) -> None:
                 channel.wait(each)
             assert all((tensor == channel.size).all() for tensor in tensors)
 
-    # More in flight at times than there are notes: each thread looks whether there is one left.
+    # At times more are launched than can be in flight: each thread checks that.
     in_threads(work, 10)
 
 
@@ -150,7 +151,7 @@ def mixed_up(rank: int) -> str:
     [channel] = channels(1)
     tensor = torch.zeros(8)
     channel.run(total(channel, tensor))
-    wrong = Broadcast(channel, tensor.view(torch.uint8), root=0) if rank else total(channel, tensor)
+    wrong = BroadcastBytes(channel, tensor.view(torch.uint8), root=0) if rank else total(channel, tensor)
     with pytest.raises(UnmatchedError) as caught:
         channel.run(wrong)
     with pytest.raises(UnmatchedError):
@@ -164,14 +165,14 @@ def test_ranks_that_call_different_collectives_are_told_of_both(pair: RankPool) 
         assert "broadcast from 0 32 bytes on rank 1" in text
 
 
-class Fails(ReduceAlone):
-    def put(self, piece: int, area: Tensor) -> None:  # noqa: ARG002
+class Fails(OneShotReduce):
+    def copy_in(self, chunk: int, views: object) -> None:  # noqa: ARG002
         raise OSError(28, "No space left on device")
 
 
-def breaks_off(rank: int) -> str:
+def fails(rank: int) -> str:
     [channel] = channels(1)
-    kind: Any = ReduceAlone if rank else Fails
+    kind: Any = OneShotReduce if rank else Fails
     start = time.monotonic()
     with pytest.raises(CollectiveError if rank else OSError, match="No space left") as caught:
         channel.run(kind(channel, torch.zeros(8), Tensor.add_, "sum"))
@@ -181,8 +182,8 @@ def breaks_off(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_breaks_off_tells_the_others_why(ranks: RankPool) -> None:
-    for text in ranks.run(breaks_off)[1:]:
+def test_a_rank_that_fails_tells_the_others_why(ranks: RankPool) -> None:
+    for text in ranks.run(fails)[1:]:
         assert "missing ranks: [0]" in text
 
 
@@ -215,7 +216,7 @@ def one_dead_one_slow(rank: int) -> str | None:
     [channel] = channels(1)
     text = None
     if rank == 1:
-        channel._life.has_ended = lambda other: other == 2  # type: ignore[method-assign]
+        channel._failures._locks.has_ended = lambda other: other == 2  # type: ignore[method-assign]
         with pytest.raises(LostRankError) as caught:
             channel.run(Barrier(channel))
         text = str(caught.value)
@@ -229,23 +230,23 @@ def test_a_dead_rank_is_seen_though_another_is_slow() -> None:
 
 
 def launched_by_all(rank: int) -> None:
-    """The other rank has said all that it had to say before it ended."""
+    """The other rank has sent all its signals before it ended."""
     [channel] = channels(1)
     data = torch.full((10,), rank, dtype=torch.uint8)
     if rank:
-        channel.run(Broadcast(channel, data, root=0))
+        channel.run(BroadcastBytes(channel, data, root=0))
     else:
-        launched = channel.launch(Broadcast(channel, data, root=0))
+        launched = channel.launch(BroadcastBytes(channel, data, root=0))
     distributed.barrier()
     if not rank:
-        channel._life.has_ended = lambda _: True  # type: ignore[method-assign]
+        channel._failures._locks.has_ended = lambda _: True  # type: ignore[method-assign]
         channel._spins = 0
         channel.wait(launched)
-        channel._wait_for(launched.last, fully=True)
+        channel._wait_for(launched.end, all_done=True)
     assert not data.any()
 
 
-def test_a_rank_that_ended_after_its_last_word_is_not_missed(pair: RankPool) -> None:
+def test_a_rank_that_ended_after_its_last_signal_is_not_missed(pair: RankPool) -> None:
     pair.run(launched_by_all)
 
 
@@ -279,13 +280,13 @@ def test_an_interrupted_wait_can_be_taken_up_again(pair: RankPool) -> None:
     pair.run(interrupted)
 
 
-def given_up_twice(rank: int) -> None:
+def given_up_several_times(rank: int) -> None:
     [channel] = channels(1)
     tensors = [torch.ones(2 * MIB) for _ in range(3)]
     if not rank:
         for tensor in tensors:  # the thread of the first is still at work when the next is given up
             channel.launch(total_in_place(channel, tensor))
-            channel.finish_behind()
+            channel.finish_in_background()
             time.sleep(0.01)
         distributed.barrier()
         return
@@ -296,8 +297,8 @@ def given_up_twice(rank: int) -> None:
     distributed.barrier()
 
 
-def test_what_is_given_up_is_done_behind_however_often(pair: RankPool) -> None:
-    pair.run(given_up_twice)
+def test_what_is_given_up_is_finished_in_the_background_however_often(pair: RankPool) -> None:
+    pair.run(given_up_several_times)
 
 
 def made_meanwhile(_: int) -> None:
@@ -315,7 +316,7 @@ def made_meanwhile(_: int) -> None:
     thread.start()
     try:
         for _turn in range(300):
-            channel._others_in_flight()  # raised when it went through a set
+            channel._others_in_flight()  # raised when it iterated over a set
     finally:
         ended.set()
         thread.join()

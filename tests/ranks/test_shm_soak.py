@@ -8,10 +8,10 @@ import chaos
 import pytest
 import shm_soak
 import torch
-from shm_soak import DTYPES, KINDS, OPS, Lane, Task
+from shm_soak import DTYPES, KINDS, OPS, Stream, Task
 from torch import distributed
 
-from paceline.comm.shm.collective import PIECE_BYTES
+from paceline.comm.shm.collective import CHUNK_BYTES
 from paceline.testing import RankPool
 
 MIB = 1 << 20
@@ -26,27 +26,27 @@ def test_mixed_collectives_on_several_groups(world: int, collectives: int) -> No
 
 
 def at_the_bounds(rank: int) -> None:
-    [lane] = [lane for lane in shm_soak.open_lanes(rank, distributed.get_world_size())[-1:] if lane]
+    [stream] = [stream for stream in shm_soak.open_streams(rank, distributed.get_world_size())[-1:] if stream]
     chance = random.Random(rank)
     number = 0
     for kind in KINDS:
-        for nbytes in (0, 1, 7, 4096, PIECE_BYTES if kind == "all_reduce in place" else MIB):
+        for nbytes in (0, 1, 7, 4096, CHUNK_BYTES if kind == "all_reduce, two shots" else MIB):
             for more in (-1, 0, 1) if nbytes >= MIB else (0,):
                 dtype = DTYPES[number % len(DTYPES)] if nbytes < MIB else torch.float32
                 gap = chance.choice([None, 0, 3])
-                check(lane, number, kind, nbytes // dtype.itemsize + more, dtype, gap)
+                check(stream, number, kind, nbytes // dtype.itemsize + more, dtype, gap)
                 number += 1
 
 
-def check(lane: Lane, number: int, kind: str, numel: int, dtype: torch.dtype, gap: int | None) -> None:
+def check(stream: Stream, number: int, kind: str, numel: int, dtype: torch.dtype, gap: int | None) -> None:
     op = list(OPS)[number % (2 if dtype.is_complex else 4)]
-    task = Task(number, kind, lane, numel, dtype, op, number % lane.channel.size, number, gap)
+    task = Task(number, kind, stream, numel, dtype, op, number % stream.channel.size, number, gap)
     collective, verify = KINDS[kind][0](task)
-    lane.channel.run(collective)
+    stream.channel.run(collective)
     verify()
 
 
-def test_every_collective_at_the_bounds_of_pieces(pair: RankPool) -> None:
+def test_every_collective_at_the_bounds_of_chunks(pair: RankPool) -> None:
     pair.run(at_the_bounds)
 
 
@@ -69,8 +69,8 @@ def test_a_judge_that_finds_nothing_wrong_with_anything_is_no_judge() -> None:
 
 
 def test_a_wrong_bit_is_found() -> None:
-    lane: Lane = Lane(type("", (), {"rank": 0, "size": 2})(), deque())  # type: ignore[arg-type]
-    task = Task(0, "broadcast", lane, 3, torch.float32, "sum", 0, 1, None)
+    stream: Stream = Stream(type("", (), {"rank": 0, "size": 2})(), deque())  # type: ignore[arg-type]
+    task = Task(0, "broadcast", stream, 3, torch.float32, "sum", 0, 1, None)
     task.check(task.given(0), task.given(0))
     with pytest.raises(AssertionError, match="wrong result"):
         task.check(torch.tensor([0.0]), torch.tensor([-0.0]))

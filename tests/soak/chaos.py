@@ -1,4 +1,4 @@
-"""Kills or stops a rank at a random moment, again and again, and looks at what becomes of the others.
+"""Kills or stops a rank at a random moment, again and again, and checks what the other ranks do.
 
 python tests/soak/chaos.py --rounds 50 --seed 1
 
@@ -27,21 +27,22 @@ from torch import distributed, nn
 
 from paceline import DistributedDataParallel
 from paceline.comm.group import Group
-from paceline.comm.shm.collectives import Barrier, Gather, ReduceAlone, ReduceInPlace, as_bytes
+from paceline.comm.shm.collectives import Barrier, Gather, OneShotReduce, as_bytes
+from paceline.comm.shm.in_place import TwoShotAllReduce
 from paceline.comm.shm.segment import Segment
-from paceline.comm.shm.transport import neighbours_in
+from paceline.comm.shm.transport import local_ranks_of
 
 # How long ranks wait for each other, once they have begun; until then, for as long as a busy machine needs.
 TIMEOUT = 3.0
 START = 60.0
-# Within so many seconds after that, or after it was killed, a rank is to be missed.
+# Within this many seconds after that, or after it was killed, the others must miss a rank.
 LIMIT = 2.0
 SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Round:
-    """What happens."""
+    """What happens in one round."""
 
     world: int
     work: str
@@ -52,12 +53,12 @@ class Round:
 
     @property
     def limit(self) -> float:
-        """So many seconds after the signal every survivor must have raised."""
+        """The seconds after the signal within which every survivor must have raised."""
         return LIMIT + (TIMEOUT if self.signal is signal.SIGSTOP else 0.0)
 
     @classmethod
     def random(cls, chance: random.Random) -> "Round":
-        """Any."""
+        """A round of random values."""
         world = chance.choice([2, 3, 4])
         return cls(
             world=world,
@@ -72,18 +73,18 @@ class Round:
 def collectives(chance: random.Random) -> Iterator[None]:
     """Collectives in a channel, until one fails."""
     group = Group(distributed.group.WORLD)
-    near = neighbours_in(distributed.group.WORLD, group)
-    assert near is not None
-    channel = near.open(group, room=10 << 20, timeout=TIMEOUT)
+    local_ranks = local_ranks_of(distributed.group.WORLD, group)
+    assert local_ranks is not None
+    channel = local_ranks.open_channel(group, nbytes=10 << 20, timeout=TIMEOUT)
     assert channel is not None
     block = channel.arena.empty(10 << 18, torch.float32)
     assert block is not None
     while True:
         block.zero_()
-        launched = [channel.launch(ReduceInPlace(channel, block, torch.Tensor.add_, "sum"))]
+        launched = [channel.launch(TwoShotAllReduce(channel, block, torch.Tensor.add_, "sum"))]
         for _ in range(chance.randrange(20)):
             tensor = torch.ones(chance.choice([1, 1000, 1 << 20]))
-            launched.append(channel.launch(ReduceAlone(channel, tensor, torch.Tensor.add_, "sum")))
+            launched.append(channel.launch(OneShotReduce(channel, tensor, torch.Tensor.add_, "sum")))
         rows = torch.empty(channel.size, 1000)
         launched.append(channel.launch(Gather(channel, as_bytes(rows[0].clone()), [*map(as_bytes, rows)])))
         for each in launched:
@@ -110,7 +111,7 @@ WORK = {"collectives": collectives, "training": training}
 
 
 def be_rank(rank: int, plan: Round, seed: int, store: str, parent: Connection) -> None:
-    """Work until something fails; tell when that begins, what failed, and when."""
+    """Work until something fails; tell the parent when work begins, what failed, and when."""
     torch.set_num_threads(1)
     if plan.way == "named":
         Segment.nameless = refuse  # type: ignore[method-assign]
@@ -151,24 +152,24 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def heard(self, ranks: list[int], seconds: float) -> dict[int, Any]:
-        """What each of some ranks says next, within some time."""
+    def receive(self, ranks: list[int], seconds: float) -> dict[int, Any]:
+        """The next message of each of some ranks that comes within some time."""
         pipes = {self.pipes[rank]: rank for rank in ranks}
         until = time.monotonic() + seconds
-        said = {}
+        received = {}
         while pipes and (ready := wait(list(pipes), max(0.0, until - time.monotonic()))):
             for pipe in ready:
                 rank = pipes.pop(pipe)  # type: ignore[call-overload]
                 with contextlib.suppress(EOFError):
-                    said[rank] = pipe.recv()  # type: ignore[union-attr]
-        return said
+                    received[rank] = pipe.recv()  # type: ignore[union-attr]
+        return received
 
-    def leave(self, victim: int) -> list[str]:
+    def end(self, victim: int) -> list[str]:
         """Let the survivors end; returns what is wrong with that."""
         for rank, pipe in enumerate(self.pipes):
             if rank != victim:
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and its exit code says how
-                    pipe.send("leave")
+                    pipe.send("end")
         self.processes[victim].kill()
         wrong = []
         for rank, process in enumerate(self.processes):
@@ -192,18 +193,18 @@ def play(plan: Round, seed: int) -> tuple[float, list[str]]:
         ranks = Ranks(plan, seed, directory)
         pids = [process.pid for process in ranks.processes]
         wrong, longest = [], 0.0
-        if len(ranks.heard(list(range(plan.world)), 60.0)) < plan.world:
+        if len(ranks.receive(list(range(plan.world)), 60.0)) < plan.world:
             wrong.append("not every rank began")
         else:
             time.sleep(plan.after)
             start = time.monotonic()
             os.kill(pids[plan.victim], plan.signal)
-            said = ranks.heard(survivors, plan.limit + 5.0)
+            received = ranks.receive(survivors, plan.limit + 5.0)
             for rank in survivors:
-                moment, text = said.get(rank, (float("inf"), "nothing"))
+                moment, text = received.get(rank, (float("inf"), "nothing"))
                 longest = max(longest, moment - start)
                 wrong += judge(plan, rank, moment - start, text)
-        wrong += ranks.leave(plan.victim)
+        wrong += ranks.end(plan.victim)
     return longest, wrong + left_behind(pids, held_before)
 
 
@@ -225,7 +226,7 @@ def named(text: str) -> set[int]:
 
 
 def left_behind(pids: list[int], held_before: set[tuple[int, int]]) -> list[str]:
-    """What there still is of a round."""
+    """What is left of a round."""
     wrong = [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
     wrong += [f"{path} is left" for path in SHM.glob("paceline-*") if path.owner() == Path.home().owner()]
     return wrong + [f"process {pid} holds a segment" for pid, _ in held() - held_before]
@@ -268,7 +269,7 @@ def main() -> None:
         longest, wrong = play(plan, number)
         failures += bool(wrong)
         what = f"{plan.work} on {plan.world} ranks, {plan.way}, {plan.signal.name} to rank {plan.victim}"
-        print(f"{number}: {what}: {longest:.2f} s {wrong or 'as it should be'}", flush=True)
+        print(f"{number}: {what}: {longest:.2f} s {wrong or 'as expected'}", flush=True)
     print(f"{options.rounds} rounds, {failures} failures")
     raise SystemExit(bool(failures))
 

@@ -1,4 +1,4 @@
-"""Mixed collectives in shared memory, each result compared to the bit with what it must be.
+"""Mixed collectives in shared memory, each result compared bit by bit with what it must be.
 
 python tests/soak/shm_soak.py --collectives 100000 --ranks 2 3 4 8 --seed 1
 
@@ -18,20 +18,20 @@ from torch import Tensor, distributed
 
 from paceline.comm.group import Group
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import PIECE_BYTES, Collective, Launched
+from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched
 from paceline.comm.shm.collectives import (
-    COPIED_BYTES,
+    STAGED_CHUNK_BYTES,
     AllToAll,
     Barrier,
-    Broadcast,
+    BroadcastBytes,
     Gather,
-    ReduceAlone,
-    ReduceInPlace,
+    OneShotReduce,
     ReduceScatter,
     Scatter,
     as_bytes,
 )
-from paceline.comm.shm.transport import neighbours_in
+from paceline.comm.shm.in_place import TwoShotAllReduce
+from paceline.comm.shm.transport import local_ranks_of
 from paceline.testing import RankPool
 
 DTYPES = [
@@ -54,13 +54,13 @@ OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "min": lambda a, b: torch.minimum(a, b, out=a),
 }
 MOST_IN_FLIGHT = 40
-MOST_BYTES = 2 * PIECE_BYTES + 16
+MOST_BYTES = 2 * CHUNK_BYTES + 16
 # Bytes around which something changes.
-BOUNDS = [0, 32 << 10, 1 << 20, PIECE_BYTES, 2 * PIECE_BYTES]
+BOUNDS = [0, 32 << 10, 1 << 20, CHUNK_BYTES, 2 * CHUNK_BYTES]
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """Enough for any tensor; small ones, lest a product is too large and becomes no number."""
+    """Enough numbers for any tensor; small ones, so that products stay finite."""
     generator = torch.Generator().manual_seed(0)
     numel = MOST_BYTES // dtype.itemsize + 10_000
     if dtype.is_floating_point or dtype.is_complex:
@@ -73,7 +73,7 @@ TABLES = {dtype: numbers(dtype) for dtype in DTYPES}
 
 
 @dataclass
-class Lane:
+class Stream:
     """One group's channel, and what is in flight in it."""
 
     channel: Channel
@@ -82,11 +82,11 @@ class Lane:
 
 @dataclass
 class Task:
-    """What one collective has to do with, on one rank."""
+    """One collective, on one rank."""
 
     number: int
     kind: str
-    lane: Lane
+    stream: Stream
     numel: int
     dtype: torch.dtype
     op: str
@@ -95,7 +95,7 @@ class Task:
     gap: int | None
 
     def given(self, rank: int, part: int = 0, numel: int | None = None) -> Tensor:
-        """What a rank gives, of which every rank knows."""
+        """What a rank gives, which every rank can compute."""
         numel = self.numel if numel is None else numel
         table = TABLES[self.dtype]
         start = random.Random(f"{self.seed} {rank} {part}").randrange(table.numel() - numel)
@@ -108,18 +108,18 @@ class Task:
             OPS[self.op](result, other)
         return result
 
-    def combined_in_pieces(self, tensors: Sequence[Tensor], *, parts: int = 1) -> Tensor:
-        """The same, piece by piece: the last bit of a complex product depends on where it is cut."""
-        step = COPIED_BYTES // parts // self.dtype.itemsize
+    def combined_in_chunks(self, tensors: Sequence[Tensor], *, parts: int = 1) -> Tensor:
+        """The same in chunks: the last bit of a complex product depends on where it is cut."""
+        step = STAGED_CHUNK_BYTES // parts // self.dtype.itemsize
         cut = zip(*(tensor.split(step) for tensor in tensors), strict=True)
-        return torch.cat([self.combined(pieces) for pieces in cut])
+        return torch.cat([self.combined(chunks) for chunks in cut])
 
     def own(self) -> Tensor:
         """What this rank gives; in shared memory, somewhere in a block, if it is to be there."""
-        given = self.given(self.lane.channel.rank)
+        given = self.given(self.stream.channel.rank)
         if self.gap is None:
             return given
-        block = self.lane.channel.arena.empty(self.gap + self.numel, self.dtype)
+        block = self.stream.channel.arena.empty(self.gap + self.numel, self.dtype)
         return given if block is None else block[self.gap :].copy_(given)
 
     def check(self, found: Tensor, wanted: Tensor) -> None:
@@ -127,58 +127,58 @@ class Task:
         if not torch.equal(as_bytes(found), as_bytes(wanted)):
             raise AssertionError(
                 f"wrong result (collective: {self.number}, {self.kind} {self.op}, {self.numel} {self.dtype}, "
-                f"root: {self.root}, gap in block: {self.gap}, rank {self.lane.channel.rank} "
-                f"of {self.lane.channel.size}, elements: {(found != wanted).sum()})"
+                f"root: {self.root}, gap in block: {self.gap}, rank {self.stream.channel.rank} "
+                f"of {self.stream.channel.size}, elements: {(found != wanted).sum()})"
             )
 
 
 Begun = tuple[Collective, Callable[[], None]]
 
 
-def reduce_in_place(task: Task) -> Begun:
-    tensor, channel = task.own(), task.lane.channel
+def two_shot(task: Task) -> Begun:
+    tensor, channel = task.own(), task.stream.channel
 
     def check() -> None:
         given = [task.given(rank) for rank in range(channel.size)]
-        step = PIECE_BYTES // task.dtype.itemsize
+        step = CHUNK_BYTES // task.dtype.itemsize
         wanted = []
-        for pieces in zip(*(each.split(step) for each in given), strict=True):
-            share = -(-pieces[0].numel() // channel.size) or 1
-            cut = list(zip(*(piece.split(share) for piece in pieces), strict=True))
+        for chunks in zip(*(each.split(step) for each in given), strict=True):
+            share = -(-chunks[0].numel() // channel.size) or 1
+            cut = list(zip(*(chunk.split(share) for chunk in chunks), strict=True))
             wanted += [
                 task.combined([parts[rank], *parts[:rank], *parts[rank + 1 :]])
                 for rank, parts in enumerate(cut)
             ]
         task.check(tensor, torch.cat(wanted))
 
-    return ReduceInPlace(channel, tensor, OPS[task.op], task.op), check
+    return TwoShotAllReduce(channel, tensor, OPS[task.op], task.op), check
 
 
-def reduce_alone(task: Task, root: int | None = None) -> Begun:
-    tensor, channel = task.own(), task.lane.channel
+def one_shot(task: Task, root: int | None = None) -> Begun:
+    tensor, channel = task.own(), task.stream.channel
 
     def check() -> None:
         given = [task.given(rank) for rank in range(channel.size)]
         if root in (None, channel.rank):
-            task.check(tensor, task.combined_in_pieces(given))
+            task.check(tensor, task.combined_in_chunks(given))
 
-    return ReduceAlone(channel, tensor, OPS[task.op], task.op, root=root), check
+    return OneShotReduce(channel, tensor, OPS[task.op], task.op, root=root), check
 
 
 def reduce_to_one(task: Task) -> Begun:
-    return reduce_alone(task, task.root)
+    return one_shot(task, task.root)
 
 
 def broadcast(task: Task) -> Begun:
-    tensor, channel = task.own(), task.lane.channel
+    tensor, channel = task.own(), task.stream.channel
     return (
-        Broadcast(channel, as_bytes(tensor), root=task.root),
+        BroadcastBytes(channel, as_bytes(tensor), root=task.root),
         lambda: task.check(tensor, task.given(task.root)),
     )
 
 
 def all_gather(task: Task, root: int | None = None) -> Begun:
-    channel = task.lane.channel
+    channel = task.stream.channel
     wants = root in (None, channel.rank)
     outputs = [torch.empty(task.numel, dtype=task.dtype) for _ in range(channel.size if wants else 0)]
 
@@ -194,7 +194,7 @@ def gather(task: Task) -> Begun:
 
 
 def scatter(task: Task) -> Begun:
-    channel = task.lane.channel
+    channel = task.stream.channel
     output = torch.empty(task.numel, dtype=task.dtype)
     parts = range(channel.size) if channel.rank == task.root else ()
     inputs = [as_bytes(task.given(task.root, part)) for part in parts]
@@ -205,19 +205,19 @@ def scatter(task: Task) -> Begun:
 
 
 def reduce_scatter(task: Task) -> Begun:
-    channel = task.lane.channel
+    channel = task.stream.channel
     output = torch.empty(task.numel, dtype=task.dtype)
     inputs = [task.given(channel.rank, part) for part in range(channel.size)]
 
     def check() -> None:
         given = [task.given(rank, channel.rank) for rank in range(channel.size)]
-        task.check(output, task.combined_in_pieces(given, parts=channel.size))
+        task.check(output, task.combined_in_chunks(given, parts=channel.size))
 
     return ReduceScatter(channel, output, inputs, OPS[task.op], task.op), check
 
 
 def all_to_all(task: Task) -> Begun:
-    channel = task.lane.channel
+    channel = task.stream.channel
     size = channel.size
     # From each rank to each another length, from nothing to all.
     lengths = [
@@ -238,12 +238,12 @@ def all_to_all(task: Task) -> Begun:
 
 
 def barrier(task: Task) -> Begun:
-    return Barrier(task.lane.channel), lambda: None
+    return Barrier(task.stream.channel), lambda: None
 
 
 KINDS: dict[str, tuple[Callable[[Task], Begun], int]] = {
-    "all_reduce in place": (reduce_in_place, 6),
-    "all_reduce alone": (reduce_alone, 4),
+    "all_reduce, two shots": (two_shot, 6),
+    "all_reduce, one shot": (one_shot, 4),
     "reduce": (reduce_to_one, 1),
     "broadcast": (broadcast, 2),
     "all_gather": (all_gather, 2),
@@ -261,20 +261,20 @@ class Plan:
 
     common: random.Random
     own: random.Random
-    lanes: list[Lane | None]
+    streams: list[Stream | None]
 
     def next(self, number: int) -> Task | None:
         """The next collective; None if this rank is not in its group."""
         common = self.common
-        lane = common.choice(self.lanes)
+        stream = common.choice(self.streams)
         kind = common.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
         dtype = common.choice(DTYPES)
         op = common.choice(["sum", "product"] if dtype.is_complex else list(OPS))
         numel, root, seed = self._bytes() // dtype.itemsize, common.random(), common.getrandbits(60)
-        if lane is None:
+        if stream is None:
             return None
         gap = self.own.randrange(9) if self.own.random() < 0.5 else None
-        return Task(number, kind, lane, numel, dtype, op, int(root * lane.channel.size), seed, gap)
+        return Task(number, kind, stream, numel, dtype, op, int(root * stream.channel.size), seed, gap)
 
     def _bytes(self) -> int:
         kind = self.common.random()
@@ -285,31 +285,31 @@ class Plan:
         return max(0, self.common.choice(BOUNDS) + self.common.randrange(-17, 17))
 
 
-def open_lanes(rank: int, world: int) -> list[Lane | None]:
+def open_streams(rank: int, world: int) -> list[Stream | None]:
     """Two channels of everyone, and some of a part of the ranks."""
     parts = {tuple(range(world)), tuple(range(world - 1)), tuple(range(1, world)), (0, world - 1)}
     groups = [(list(part), distributed.new_group(list(part))) for part in sorted(parts) if len(part) > 1]
     groups.append((list(range(world)), distributed.group.WORLD))
-    lanes: list[Lane | None] = []
+    streams: list[Stream | None] = []
     for ranks, process_group in groups:
-        lane = None
+        stream = None
         if rank in ranks:
             group = Group(process_group)
-            near = neighbours_in(process_group, group)
-            assert near is not None
-            channel = near.open(group, room=1 << 20, timeout=120.0)
+            local_ranks = local_ranks_of(process_group, group)
+            assert local_ranks is not None
+            channel = local_ranks.open_channel(group, nbytes=1 << 20, timeout=120.0)
             assert channel is not None
-            lane = Lane(channel, deque())
-        lanes.append(lane)
-    return lanes
+            stream = Stream(channel, deque())
+        streams.append(stream)
+    return streams
 
 
 def soak(rank: int, collectives: int, seed: int) -> Counter[str]:
     """Run them; returns how many of each kind this rank took part in."""
     world = distributed.get_world_size()
-    lanes = open_lanes(rank, world)
-    mine = [lane for lane in lanes if lane is not None]
-    plan = Plan(random.Random(seed), random.Random(f"{seed} {rank}"), lanes)
+    streams = open_streams(rank, world)
+    mine = [stream for stream in streams if stream is not None]
+    plan = Plan(random.Random(seed), random.Random(f"{seed} {rank}"), streams)
     counts: Counter[str] = Counter()
     for number in range(collectives):
         task = plan.next(number)
@@ -317,27 +317,27 @@ def soak(rank: int, collectives: int, seed: int) -> Counter[str]:
             continue
         counts[task.kind] += 1
         collective, check = KINDS[task.kind][0](task)
-        task.lane.in_flight.append((task.lane.channel.launch(collective), check))
+        task.stream.in_flight.append((task.stream.channel.launch(collective), check))
         del collective
         if plan.own.random() < 0.002:
             time.sleep(plan.own.random() / 50)
-        if plan.own.random() < 0.5 or len(task.lane.in_flight) > MOST_IN_FLIGHT:
+        if plan.own.random() < 0.5 or len(task.stream.in_flight) > MOST_IN_FLIGHT:
             wait_for_some(plan.own.choice(mine), plan.own)
-        while len(task.lane.in_flight) > MOST_IN_FLIGHT:
-            wait_for_some(task.lane, plan.own)
-    for lane in mine:
-        while lane.in_flight:
-            wait_for_some(lane, plan.own)
+        while len(task.stream.in_flight) > MOST_IN_FLIGHT:
+            wait_for_some(task.stream, plan.own)
+    for stream in mine:
+        while stream.in_flight:
+            wait_for_some(stream, plan.own)
     distributed.barrier()
     return counts
 
 
-def wait_for_some(lane: Lane, chance: random.Random) -> None:
+def wait_for_some(stream: Stream, chance: random.Random) -> None:
     """Wait for one that is in flight, and for those before it."""
-    for _ in range(chance.randint(1, max(1, len(lane.in_flight)))):
-        if lane.in_flight:
-            launched, check = lane.in_flight.popleft()
-            lane.channel.wait(launched)
+    for _ in range(chance.randint(1, max(1, len(stream.in_flight)))):
+        if stream.in_flight:
+            launched, check = stream.in_flight.popleft()
+            stream.channel.wait(launched)
             check()
 
 

@@ -1,4 +1,4 @@
-"""The shared file, the blocks in it, the semaphores, and who is alive: in one process and its children."""
+"""The shared file, the blocks in it, semaphores, and locks of live ranks: in one process and its children."""
 
 import ctypes
 import gc
@@ -17,9 +17,8 @@ import torch
 
 from paceline.comm.shm import libc, segment
 from paceline.comm.shm.arena import Arena
-from paceline.comm.shm.life import Life
-from paceline.comm.shm.segment import HEAD, HEAD_BYTES, LOTS, Segment
-from paceline.comm.shm.words import Words, make_words, words_bytes
+from paceline.comm.shm.segment import HEAD, HEAD_BYTES, REGIONS, RankLocks, Segment
+from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
 
 MIB = 1 << 20
 
@@ -82,24 +81,24 @@ def test_another_file_of_the_same_path_is_neither_opened_nor_read(tmp_path: Path
         Segment.at_path(str(other), other.stat().st_ino)
 
 
-def test_to_look_at_another_segment_of_ours_leaves_its_locks_alone(nameless: Segment) -> None:
-    Life(nameless, 0)
+def test_looking_at_another_segment_of_ours_keeps_its_locks(nameless: Segment) -> None:
+    RankLocks(nameless, 0)
     with pytest.raises(OSError, match="is another file here"):
         Segment.at_path(nameless.path, nameless.inode + 1)
     assert in_child(lambda: not_ended(nameless)) == 0
 
 
 def not_ended(file: Segment) -> None:
-    assert not Life(file, 1).has_ended(0)
+    assert not RankLocks(file, 1).has_ended(0)
 
 
-def test_a_segment_that_cannot_be_as_long_as_it_must_leaves_no_descriptor() -> None:
+def test_a_segment_that_is_too_long_for_the_system_leaves_no_descriptor() -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
         before = len(list(Path("/proc/self/fd").iterdir()))
-        for way in (Segment.nameless, Segment.named):
+        for make in (Segment.nameless, Segment.named):
             with pytest.raises(OSError, match="too large"):
-                way()
+                make()
         gc.collect()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
@@ -118,7 +117,7 @@ def test_a_full_file_system_is_noticed_before_it_is_used(
         file = Segment.named()
         arena = Arena(file, rank=0)
         with pytest.raises(OSError, match="No space left"):
-            arena.ensure(9 * MIB)
+            arena.reserve(9 * MIB)
         assert memory_of(file) == 0
         assert arena.empty(9 * MIB, torch.uint8) is None
         kept = arena.empty(6 * MIB, torch.uint8)
@@ -132,7 +131,7 @@ def test_a_full_file_system_is_noticed_before_it_is_used(
 
 
 def mount_small(directory: Path) -> bool:
-    """Have a file system of 8 MiB there, in this process alone; whether that could be done."""
+    """Mount a file system of 8 MiB, for this process alone; whether that was possible."""
     system = ctypes.CDLL(None)
     new_namespace, private = 0x20000, 0x4000 | 0x40000  # CLONE_NEWNS; MS_REC, MS_PRIVATE
     return not (
@@ -142,11 +141,11 @@ def mount_small(directory: Path) -> bool:
     )
 
 
-def test_to_reserve_ends_though_a_timer_interrupts_it(nameless: Segment) -> None:
+def test_reserving_ends_though_a_timer_interrupts_it(nameless: Segment) -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
     try:
-        nameless.reserve(LOTS, 256 * MIB)
+        nameless.reserve(REGIONS, 256 * MIB)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -154,7 +153,7 @@ def test_to_reserve_ends_though_a_timer_interrupts_it(nameless: Segment) -> None
 
 
 def test_nothing_is_reserved_where_nothing_is_asked_for(nameless: Segment) -> None:
-    nameless.reserve(LOTS, 0)
+    nameless.reserve(REGIONS, 0)
     assert memory_of(nameless) == 0
 
 
@@ -163,37 +162,35 @@ def test_a_block_is_freed_with_its_last_view_and_its_addresses_are_used_again(
 ) -> None:
     block = arena.empty(MIB, torch.float32)
     assert block is not None
-    view, place = block[5:10], arena.place_of(block)
-    assert place is not None
-    assert (place.nbytes, memory_of(nameless)) == (4 * MIB, 4 * MIB)
-    inner = arena.place_of(view)
+    view, span = block[5:10], arena.span_of(block)
+    assert span is not None
+    assert (span.nbytes, memory_of(nameless)) == (4 * MIB, 4 * MIB)
+    inner = arena.span_of(view)
     assert inner is not None
-    assert (inner.offset, inner.nbytes) == (place.offset + 20, 20)
+    assert (inner.offset, inner.nbytes) == (span.offset + 20, 20)
     del block
     assert memory_of(nameless) == 4 * MIB
     del view
     assert memory_of(nameless) == 0
     again = arena.empty(MIB, torch.float32)
     assert again is not None
-    assert arena.place_of(again) == place
+    assert arena.span_of(again) == span
 
 
-def test_only_contiguous_tensors_of_the_arena_have_a_place_in_it(arena: Arena) -> None:
+def test_only_contiguous_tensors_of_the_arena_have_a_span_in_it(arena: Arena) -> None:
     block = arena.empty(6, torch.int64)
     assert block is not None
-    assert arena.place_of(block.view(2, 3).t()) is None
-    assert arena.place_of(torch.zeros(6)) is None
+    assert arena.span_of(block.view(2, 3).t()) is None
+    assert arena.span_of(torch.zeros(6)) is None
     assert arena.empty(0, torch.int64) is None
 
 
-def test_giving_back_what_was_ensured_spares_what_was_allocated_since(
-    nameless: Segment, arena: Arena
-) -> None:
-    ensured = arena.ensure(2 * MIB)
+def test_releasing_what_is_unused_keeps_what_was_allocated_since(nameless: Segment, arena: Arena) -> None:
+    reserved = arena.reserve(2 * MIB)
     block = arena.empty(MIB, torch.uint8)
     assert block is not None
     block.fill_(1)
-    arena.give_back(ensured)
+    arena.release_unused(reserved)
     assert block.all()
     assert memory_of(nameless) == MIB
 
@@ -237,45 +234,45 @@ def test_blocks_come_and_go_in_several_threads_and_in_the_garbage_collector(
 
 
 @pytest.fixture
-def words() -> Iterator[tuple[Words, Words]]:
-    """Both ends of one word, of two ranks."""
-    with mmap.mmap(-1, words_bytes(2)) as memory:
+def signals() -> Iterator[tuple[Signal, Signal]]:
+    """Both ends of one signal, of two ranks."""
+    with mmap.mmap(-1, signal_bytes(2)) as memory:
         start = ctypes.c_ubyte.from_buffer(memory)
         address = ctypes.addressof(start)
-        make_words(address, 2)
-        yield Words(address, 0, 2), Words(address, 1, 2)
+        make_signal(address, 2)
+        yield Signal(address, 0, 2), Signal(address, 1, 2)
         del start
 
 
-def test_words_are_counted(words: tuple[Words, Words]) -> None:
-    ours, theirs = words
-    assert ours.missing(1) == 1
+def test_signals_are_counted(signals: tuple[Signal, Signal]) -> None:
+    ours, theirs = signals
+    assert ours.first_missing(1) == 1
     for _ in range(3):
-        theirs.say()
-    assert [ours.has_said(1, count) for count in (1, 3, 4)] == [True, True, False]
+        theirs.post()
+    assert [ours.has_come(1, count) for count in (1, 3, 4)] == [True, True, False]
     assert theirs.all_missing(1) == [0]
-    theirs.say()
-    assert ours.nap(1, 4, 5.0)
-    assert not ours.nap(1, 5, 0.01)
+    theirs.post()
+    assert ours.sleep(1, 4, 5.0)
+    assert not ours.sleep(1, 5, 0.01)
 
 
-def test_no_word_is_lost_to_an_interrupt(words: tuple[Words, Words]) -> None:
+def test_no_signal_is_lost_to_an_interrupt(signals: tuple[Signal, Signal]) -> None:
     # The counts that were seen are thrown away, as when KeyboardInterrupt comes before they are kept.
-    ours, theirs = words
+    ours, theirs = signals
     for _ in range(3):
-        theirs.say()
-    next(ours._tries[1])
-    ours._naps[1].nap(1.0)
-    assert ours.has_said(1, 2) or ours.nap(1, 2, 0.01)
-    assert ours.nap(1, 3, 0.01) or ours.has_said(1, 3)
-    assert not ours.has_said(1, 4)
+        theirs.post()
+    next(ours._polls[1])
+    ours._sleepers[1].sleep(1.0)
+    assert ours.has_come(1, 2) or ours.sleep(1, 2, 0.01)
+    assert ours.sleep(1, 3, 0.01) or ours.has_come(1, 3)
+    assert not ours.has_come(1, 4)
 
 
 def test_a_killed_process_has_ended_and_its_forked_child_does_not_keep_it_alive(nameless: Segment) -> None:
     asked, told = os.pipe()
     pid = os.fork()
     if not pid:
-        Life(nameless, 0)
+        RankLocks(nameless, 0)
         child = os.fork() or os.getpid()
         os.write(told, b"%d " % child)
         signal.pause()
@@ -283,33 +280,33 @@ def test_a_killed_process_has_ended_and_its_forked_child_does_not_keep_it_alive(
     while said.count(b" ") < 2:
         said += os.read(asked, 100)
     [orphan] = {int(word) for word in said.split()} - {pid}
-    life = Life(nameless, 1)
+    locks = RankLocks(nameless, 1)
     try:
-        assert not life.has_ended(0)
+        assert not locks.has_ended(0)
         os.kill(pid, signal.SIGSTOP)
-        assert not life.has_ended(0)
+        assert not locks.has_ended(0)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert life.has_ended(0)
-        assert life.has_ended(0), "to ask must leave no lock behind"
+        assert locks.has_ended(0)
+        assert locks.has_ended(0), "the check must leave no lock behind"
     finally:
         os.kill(orphan, signal.SIGKILL)
         os.close(asked)
         os.close(told)
 
 
-def test_mapping_and_letting_go_of_windows_keeps_a_process_alive(
+def test_mapping_and_unmapping_windows_keeps_the_locks(
     nameless: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "_WINDOWS", 1)
-    Life(nameless, 0)
+    monkeypatch.setattr(segment, "_MAX_WINDOWS", 1)
+    RankLocks(nameless, 0)
     for window in range(4):
-        nameless.at(LOTS + (window << 30), 8)
+        nameless.at(REGIONS + (window << 30), 8)
     gc.collect()
     assert in_child(lambda: not_ended(nameless)) == 0
 
 
-def test_a_c_library_without_what_is_needed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert libc.why_not() is None
+def test_a_c_library_that_lacks_a_function_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert libc.unsupported_reason() is None
     monkeypatch.setattr(libc, "_clock_wait", None)
-    assert "sem_clockwait" in str(libc.why_not())
+    assert "sem_clockwait" in str(libc.unsupported_reason())

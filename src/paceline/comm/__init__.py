@@ -1,1 +1,1 @@
-"""Talking to the other ranks: the only room that imports torch.distributed."""
+"""Communication between ranks: the only package that imports torch.distributed."""

@@ -1,4 +1,4 @@
-"""Our view of one process group."""
+"""One process group, and the collectives on it that the rest of paceline uses."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.across import Across, open_across
+from paceline.comm.host_leaders import HostLeaders, open_process_group
+from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import Pending, SegmentsPending, WorkPending
-from paceline.comm.roll_call import RollCall
-from paceline.comm.shm.neighbours import Neighbours
-from paceline.comm.shm.transport import SharedMemory, neighbours_in
+from paceline.comm.shm.local_ranks import LocalRanks
+from paceline.comm.shm.transport import SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, WrapError
 
-# Long messages of bytes travel in segments. Sent whole in both directions at once, acknowledgements wait
-# behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in segments 220, as long as the
-# wire needs.
+# Long messages of bytes are sent in segments. When they are sent whole, in both directions at once,
+# acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in segments
+# 220 ms, which is what the wire needs.
 _SEGMENT_BYTES = 256 * 1024
-# Wrappers on one group tell each other apart by the order in which they were made, the same on every rank.
-_members: dict[str, "itertools.count[int]"] = {}
+# Numbers the wrappers of one process group in the order in which they are made, the same on every rank.
+_wrapper_numbers: dict[str, "itertools.count[int]"] = {}
 
 
 class Group:
@@ -31,7 +31,8 @@ class Group:
         process_group: a group of torch.distributed.
 
     Attributes:
-        shared: the shared memory that reductions go through, if they do.
+        shared: the shared memory that collectives go through; None if they go over the process group.
+        peer_notes: notes that ranks leave for each other when something goes wrong.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -39,12 +40,12 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.name: str = process_group.group_name
-        self.shared: SharedMemory | None = None
-        self._near: Neighbours | None = None
+        self.shared: SharedMemoryTransport | None = None
+        self._local_ranks: LocalRanks | None = None
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
-        number = next(_members.setdefault(self.name, itertools.count()))
-        self.roll_call = RollCall(process_group.get_group_store(), number, rank=self.rank, size=self.size)
+        number = next(_wrapper_numbers.setdefault(self.name, itertools.count()))
+        self.peer_notes = PeerNotes(process_group.get_group_store(), number, rank=self.rank, size=self.size)
 
     @property
     def backend(self) -> str:
@@ -53,7 +54,7 @@ class Group:
 
     @property
     def gloo_threads(self) -> int:
-        """How many threads gloo works with."""
+        """The number of gloo's threads."""
         return int(self._options._threads)
 
     @property
@@ -68,7 +69,7 @@ class Group:
 
     @property
     def world(self) -> int:
-        """How many processes there are in all."""
+        """The number of processes of the default group."""
         return distributed.get_world_size()
 
     @property
@@ -77,58 +78,53 @@ class Group:
         timeout: timedelta = self._options._timeout
         return timeout
 
-    def share_memory(self, *, room: int) -> None:
-        """Reduce in shared memory from now on, where ranks share any; done by every rank at once.
+    def share_memory(self, *, nbytes: int) -> None:
+        """Reduce in shared memory from now on, where ranks share any; every rank calls this at once.
 
         Args:
-            room: how many bytes of it will be wanted.
+            nbytes: how much shared memory each rank will need.
         """
-        if self.size == 1 or (near := neighbours_in(self.process_group, self)) is None:
+        if self.size == 1 or (local_ranks := local_ranks_of(self.process_group, self)) is None:
             return
-        channel = near.open(self, room=room, timeout=self.timeout.total_seconds())
+        channel = local_ranks.open_channel(self, nbytes=nbytes, timeout=self.timeout.total_seconds())
         if channel is not None:
-            counterparts = self._counterparts(near)
-            across = None if counterparts is None else Across(self._open(counterparts), counterparts)
-            self.shared = SharedMemory(channel, near, across)
-            self._near = near
+            ranks = local_ranks.leader_ranks
+            leaders = None if ranks is None else HostLeaders(self._open(ranks), ranks)
+            self.shared = SharedMemoryTransport(channel, local_ranks, leaders)
+            self._local_ranks = local_ranks
 
-    def hosts(self) -> "Group | None":
-        """A new group of this rank's counterparts, one on each host, which all do this at once.
+    def open_leader_group(self) -> "Group | None":
+        """A new group of the host leaders of this rank's number, one per host; all of them call this at once.
 
-        None if there are none: on one host, or if not every host has so many ranks.
+        None if this rank is no host leader, or if there is one host.
         """
-        counterparts = None if self._near is None else self._counterparts(self._near)
-        return None if counterparts is None else Group(self._open(counterparts))
-
-    def _counterparts(self, near: Neighbours) -> list[int] | None:
-        if len(near.hosts) == 1 or near.rank >= near.couriers:
-            return None
-        return [host[near.rank] for host in near.hosts]
+        ranks = None if self._local_ranks is None else self._local_ranks.leader_ranks
+        return None if ranks is None else Group(self._open(ranks))
 
     def _open(self, ranks: Sequence[int]) -> Any:
-        return open_across([self.global_ranks[rank] for rank in ranks], timeout=self.timeout)
+        return open_process_group([self.global_ranks[rank] for rank in ranks], self.timeout)
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is to be reduced: shared memory if there is any."""
+        """Memory for what will be reduced: shared memory if there is any."""
         shared = None
         if self.shared is not None and device.type == "cpu":
             shared = self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device) if shared is None else shared
 
-    def keep_moving(self) -> None:
-        """Do what can be done without waiting for anyone, if other hosts wait for it."""
+    def make_progress(self) -> None:
+        """Do what can be done without waiting, if there are other hosts, which wait for it."""
         if self.shared is not None and self.shared.hosts > 1:
-            self.shared.keep_moving()
+            self.shared.make_progress()
 
-    def give_back(self) -> None:
-        """Keep no memory that is not needed in every step; waits for what is in flight."""
+    def release_staging(self) -> None:
+        """Release memory that is not needed in every step; waits for what is in flight."""
         if self.shared is not None:
-            self.shared.give_back()
+            self.shared.release_staging()
 
-    def finish_behind(self) -> None:
-        """Have this rank's part of what is in flight done, though nobody here will wait for it."""
+    def finish_in_background(self) -> None:
+        """Do this rank's part of what is in flight, which nobody on this rank will wait for."""
         if self.shared is not None:
-            self.shared.finish_behind()
+            self.shared.finish_in_background()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
@@ -137,7 +133,7 @@ class Group:
         return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
-        """The same, with a future of the list of the one tensor."""
+        """As ``all_reduce``, but never in shared memory; the future has a list of the one tensor."""
         future: torch.futures.Future[list[Tensor]] = self.process_group.allreduce(
             [tensor], self._sum
         ).get_future()
@@ -145,17 +141,21 @@ class Group:
 
     def all_gather(self, row: Tensor) -> Pending:
         """Begin to fetch every rank's row, a tensor of one row, in the order of the ranks."""
-        return SegmentsPending([self._gather(segment) for segment in row.split(_SEGMENT_BYTES, dim=1)])
+        return SegmentsPending(
+            [self._gather_segment(segment) for segment in row.split(_SEGMENT_BYTES, dim=1)]
+        )
 
-    def _gather(self, row: Tensor) -> Pending:
+    def _gather_segment(self, row: Tensor) -> Pending:
         rows = row.new_empty((self.size, row.shape[1]))
         return WorkPending(self.process_group._allgather_base(rows, row.contiguous()), rows)
 
     def all_to_all(self, rows: Tensor) -> Pending:
         """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
-        return SegmentsPending([self._spread(segment) for segment in rows.split(_SEGMENT_BYTES, dim=1)])
+        return SegmentsPending(
+            [self._exchange_segment(segment) for segment in rows.split(_SEGMENT_BYTES, dim=1)]
+        )
 
-    def _spread(self, rows: Tensor) -> Pending:
+    def _exchange_segment(self, rows: Tensor) -> Pending:
         rows = rows.contiguous()
         received = torch.empty_like(rows)
         return WorkPending(self.process_group.alltoall_base(received, rows, [], []), received)
@@ -171,7 +171,7 @@ class Group:
             )
 
     def gather_bytes(self, own: bytes, device: torch.device) -> list[bytes]:
-        """Every rank's bytes, of the same length on all."""
+        """Every rank's bytes, of the same length on all ranks."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(everyone, mine, group=self.process_group)
@@ -191,7 +191,7 @@ class Group:
 
 
 def default_process_group() -> Any:
-    """The group that init_process_group made; torch's error if there is none."""
+    """The group that init_process_group made; raises torch's error if there is none."""
     return c10d._get_default_group()
 
 
@@ -201,11 +201,11 @@ def is_default(process_group: Any) -> bool:
 
 
 def choose(process_group: Any, device_mesh: Any) -> Any:
-    """The group that was asked for, by itself or as a mesh of one dimension; the default group if none."""
+    """The given group, or that of the given mesh of one dimension; the default group if neither is given."""
     if process_group is not None and device_mesh is not None:
         raise WrapError("Cannot specify both process_group and device_mesh arguments.")
     if process_group is not None and not belongs_to(process_group):
-        raise OptionError("this rank is not in the process group that it is to average with")
+        raise OptionError("this rank is not a member of the given process group")
     if device_mesh is None:
         return default_process_group() if process_group is None else process_group
     if device_mesh.ndim != 1:
@@ -216,13 +216,3 @@ def choose(process_group: Any, device_mesh: Any) -> Any:
 def belongs_to(process_group: Any) -> bool:
     """Whether this process is a member of the group."""
     return not c10d._rank_not_in_group(process_group)
-
-
-def is_grad_bucket_type(annotation: object) -> bool:
-    """Whether an annotation names torch's own bucket type."""
-    return annotation is distributed.GradBucket  # type: ignore[attr-defined]
-
-
-def first_bucket_bytes() -> int:
-    """What torch lets the first bucket hold."""
-    return int(distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]

@@ -1,31 +1,32 @@
-"""Launched, unfinished reductions: what is in flight has a type and an owner."""
+"""Collectives that have been launched and not been waited for."""
 
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.errors import HookError
 
-# A wait that takes longer than this is unusual: from then on the rank is on the roll as waiting, and looks
-# every second whether there is word from those it waits for.
-_UNUSUAL = timedelta(seconds=2)
-_AGAIN = timedelta(seconds=1)
-# One of these is in the text of a failed collective's error: its name, or the path of what raised it.
+# Called when a wait takes long, and again every second. The rank then notes what it waits for, and looks for
+# notes of the ranks that it waits for. It may raise, which ends the wait.
+OnSlow: TypeAlias = Callable[[], None]
+SLOW_AFTER = timedelta(seconds=2)
+SLOW_EVERY = timedelta(seconds=1)
+# One of these is in the text of a failed collective's error: its name, or the path of the file that raised.
 _TRANSPORTS = ("gloo", "NCCL", "paceline/comm/shm")
 
 
 @runtime_checkable
 class Pending(Protocol):
-    """One launched, unfinished reduction."""
+    """A collective that has been launched and not been waited for."""
 
-    def wait(self, unusual: Callable[[], None]) -> Any:
-        """Wait for the result; ``unusual`` is called from time to time if that takes long, and may raise.
+    def wait(self, on_slow: OnSlow) -> Any:
+        """Wait for the result; ``on_slow`` is called from time to time if that takes long, and may raise.
 
-        The group's timeout is the deadline: past it, torch raises.
+        After the group's timeout this raises.
         """
 
     def done(self) -> bool:
@@ -35,24 +36,24 @@ class Pending(Protocol):
 class WorkPending:
     """A collective of torch's that fills a tensor."""
 
-    _first_look = _UNUSUAL
-    _next_look = _AGAIN
+    _first_look = SLOW_AFTER
+    _next_look = SLOW_EVERY
 
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self._work = work
         self._tensor = tensor
 
-    def wait(self, unusual: Callable[[], None]) -> Tensor:
+    def wait(self, on_slow: OnSlow) -> Tensor:
         """Wait until the tensor holds the result; returns it."""
-        # On an accelerator wait() only orders streams; it takes no time that could be unusual.
-        patience = self._first_look
+        # On an accelerator wait() only orders streams and takes no time.
+        timeout = self._first_look
         while self._tensor.device.type == "cpu" and not self._work.is_completed():
             try:
-                self._work.wait(patience)
+                self._work.wait(timeout)
             except RuntimeError:  # either it takes long, or it failed and the last wait says so
                 if not self._work.is_completed():
-                    unusual()
-            patience = self._next_look
+                    on_slow()
+            timeout = self._next_look
         self._work.wait()
         return self._tensor
 
@@ -65,37 +66,37 @@ class WorkPending:
 
 
 class SegmentsPending:
-    """The segments of one message of rows, each in flight by itself."""
+    """The segments of one message of rows, each of which is a collective of its own."""
 
     def __init__(self, segments: Sequence[Pending]) -> None:
         self._segments = segments
 
-    def wait(self, unusual: Callable[[], None]) -> Tensor:
-        """Wait for all; returns the rows put together again."""
-        rows = [segment.wait(unusual) for segment in self._segments]
+    def wait(self, on_slow: OnSlow) -> Tensor:
+        """Wait for all segments; returns the whole rows."""
+        rows = [segment.wait(on_slow) for segment in self._segments]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def done(self) -> bool:
-        """Whether all are there."""
+        """Whether all segments are there."""
         return all(segment.done() for segment in self._segments)
 
 
 class FuturePending:
-    """What a communication hook returned."""
+    """The future that a communication hook returned."""
 
     def __init__(self, future: "torch.futures.Future[Any]") -> None:
         self._future = future
 
-    def wait(self, unusual: Callable[[], None]) -> Any:
+    def wait(self, on_slow: OnSlow) -> Any:
         """Wait for the hook's result."""
-        # A future knows no deadline; the collectives behind it do.
+        # A future has no timeout; the collectives behind it have.
         if not self._future.done():
             arrived = threading.Event()
             self._future.add_done_callback(lambda _: arrived.set())
-            patience = _UNUSUAL
-            while not arrived.wait(patience.total_seconds()):
-                unusual()
-                patience = _AGAIN
+            timeout = SLOW_AFTER
+            while not arrived.wait(timeout.total_seconds()):
+                on_slow()
+                timeout = SLOW_EVERY
         try:
             return self._future.wait()
         except Exception as error:
@@ -111,6 +112,6 @@ class FuturePending:
 
 
 def _is_from_a_callback(text: str) -> bool:
-    """Whether a future failed by what a hook does to the result, not by the collective behind it."""
-    # torch 2.13's words. A callback that asks a failed collective for its result raises that one's error.
+    """Whether a future failed in a callback of the hook, not in the collective behind it."""
+    # The texts are torch 2.13's. A callback that reads the result of a failed collective raises its error.
     return "when running the callback" in text and not any(name in text for name in _TRANSPORTS)

@@ -1,7 +1,6 @@
-"""What a host's torch.distributed can do, found out by trying."""
+"""What torch.distributed can do on this host, found out by trying."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +9,9 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from paceline.comm.backend.process_group import NAME
-from paceline.comm.group import Group
 
-_c10d: Any = distributed_c10d  # declares little of what it has
-# In which gradients, masks and indices come.
+_c10d: Any = distributed_c10d  # its type hints leave out much of what it has
+# The types that gradients, masks and indices have.
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex128", "complex64"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
@@ -27,7 +25,7 @@ def available_backends() -> dict[str, bool]:
 
 
 def make_gloo_devices(interfaces: Sequence[str]) -> None:
-    """Make the devices that a gloo group would make, by interface; without any, the one it would choose."""
+    """Make the devices that a gloo group would make: one per interface, or the default one."""
     gloo = _c10d.ProcessGroupGloo
     for interface in interfaces:
         gloo.create_device(interface=interface)
@@ -35,37 +33,8 @@ def make_gloo_devices(interfaces: Sequence[str]) -> None:
         gloo.create_default_device()
 
 
-def meet(*, seconds: float) -> tuple[Any, int, int]:
-    """Where the launched ranks meet, this rank, and how many there are."""
-    met: tuple[Any, int, int] = next(_c10d.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-    return met
-
-
-@contextmanager
-def gloo_group(store: Any, *, rank: int, world: int, seconds: float) -> Iterator[Group]:
-    """The default group, on gloo, whose ranks wait for each other so long at most."""
-    prefixed = _c10d.PrefixStore("doctor/gloo", store)
-    timeout = timedelta(seconds=seconds)
-    distributed.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=timeout)
-    try:
-        yield Group(_c10d._get_default_group())
-    finally:
-        distributed.destroy_process_group()
-
-
-@contextmanager
-def pair_group(ranks: tuple[int, int], *, seconds: float) -> Iterator[Group | None]:
-    """A group of two ranks, which all ranks open at once; None on the others."""
-    process_group = distributed.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend="gloo")
-    if distributed.get_rank() not in ranks:
-        yield None
-        return
-    yield Group(process_group)
-    distributed.destroy_process_group(process_group)
-
-
 def reduced_dtypes(backend: str, *, seconds: float) -> dict[str, str | None]:
-    """Types of element, and why a backend's all-reduce refuses them; every rank does this at once."""
+    """Why a backend's all-reduce refuses each type, or None; every rank calls this at once."""
     group = distributed.new_group(backend=backend, timeout=timedelta(seconds=seconds))
     try:
         return {name: _refusal(getattr(torch, name), group) for name in DTYPES}

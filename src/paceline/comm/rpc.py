@@ -60,7 +60,7 @@ else:
         return None
 
     def gradients(context: int) -> dict[Tensor, Tensor]:
-        """Nothing, as well."""
+        """Never called: there are no contexts."""
         raise AssertionError(f"a context without distributed autograd (context: {context})")
 
     leaves = tree.leaves

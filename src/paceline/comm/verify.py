@@ -1,4 +1,4 @@
-"""Ranks agree on what they wrapped, or all of them say where they differ."""
+"""Checks that all ranks have wrapped the same model; if not, every rank raises and names the difference."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ Views = Sequence[tuple[str, str]]
 
 
 def check_same(group: Group, parameters: Views, options: Views, device: torch.device) -> None:
-    """Raise on every rank if some rank's (name, description) pairs differ from rank 0's.
+    """Raise on every rank if some rank's (name, description) pairs differ from those of rank 0.
 
-    Equal models cost one small collective; only different ones are told in full.
+    Equal models cost one small collective. Only if they differ do ranks send each other the full lists.
     """
     digest = hashlib.sha256(repr((parameters, options)).encode()).digest()
     if len(set(group.gather_bytes(digest, device))) == 1:

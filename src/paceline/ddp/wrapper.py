@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm import group as groups
 from paceline.comm import rpc
 from paceline.comm.group import Group
-from paceline.comm.joining import Joinable
+from paceline.comm.torch_distributed import Joinable, first_bucket_bytes
 from paceline.comm.verify import check_same
 from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.compat.environment import log_environment
@@ -136,7 +136,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self.static_graph = False
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = 250 * 1024 * 1024
-        self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, groups.first_bucket_bytes())
+        self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, first_bucket_bytes())
         self._rebuild_plan = rebuild_plan
         self._strict = strict_mode(asked=strict)
         self._share_attributes = share_attributes

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.joining import Join, Joinable, JoinHook, leave
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
 from paceline.ddp.join.optimizer_state import options
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
@@ -226,7 +226,7 @@ class _StepsAlong(JoinHook):
             self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
-        leave(self._optimizer)
+        disable_join(self._optimizer)
 
 
 def _trainable(wrapper: DistributedDataParallel) -> list[Parameter]:

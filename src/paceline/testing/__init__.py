@@ -1,4 +1,4 @@
-"""The public test kit: run a function on real ranks, from a test or a program.
+"""The public test kit: run a function on real ranks, or against ranks that are a script.
 
 For example::
 
@@ -10,10 +10,22 @@ For example::
     def test_total():
         assert run_ranks(total, world=2)[0].tolist() == [2, 2, 2]
 
-``run_ranks`` starts fresh ranks for one call; a ``RankPool`` keeps its ranks for many.
+``run_ranks`` starts fresh ranks for one call; a ``RankPool`` keeps its ranks for many. A ``ScriptedGroup``
+needs no processes: its other ranks do what a function says.
 """
 
 from paceline.errors import RankDiedError, RanksError, RemoteError
 from paceline.testing.pool import RankPool, run_ranks
+from paceline.testing.scripted_group import NEVER, ScriptedCall, ScriptedGroup, ScriptedReply
 
-__all__ = ["RankDiedError", "RankPool", "RanksError", "RemoteError", "run_ranks"]
+__all__ = [
+    "NEVER",
+    "RankDiedError",
+    "RankPool",
+    "RanksError",
+    "RemoteError",
+    "ScriptedCall",
+    "ScriptedGroup",
+    "ScriptedReply",
+    "run_ranks",
+]

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from paceline.comm.rendezvous import tcp_store_group
-from paceline.comm.shm.neighbours import HOST_VARIABLE
+from paceline.comm.shm.local_ranks import HOST_VARIABLE
 
 _PREFIX = "paceline"
 _LINK = "wire"  # each namespace has its own names

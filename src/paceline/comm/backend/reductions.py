@@ -1,4 +1,4 @@
-"""What torch's reduction operators do to tensors, for every type of element that they are defined for."""
+"""What torch's ``ReduceOp``s do to tensors, for every dtype that they are defined for."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.shm.collectives import Op
+from paceline.comm.shm.collectives import ReduceFunction
 
 _NAMES = {
     ReduceOp.SUM: "sum",
@@ -22,7 +22,7 @@ _NAMES = {
     ReduceOp.BXOR: "bxor",
     ReduceOp.PREMUL_SUM: "premul_sum",
 }
-# torch adds and compares these only as what they are not.
+# torch adds and compares these dtypes only when they are viewed as signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED)
@@ -58,8 +58,8 @@ def _xor(into: Tensor, other: Tensor) -> None:
     into.bitwise_xor_(other)
 
 
-def _of_unsigned(pick: Callable[[Tensor, Tensor], Tensor]) -> Op:
-    """Compares unsigned numbers that are shown as signed ones: with the first bit flipped, in order."""
+def _of_unsigned(pick: Callable[[Tensor, Tensor], Tensor]) -> ReduceFunction:
+    """Compares unsigned numbers in a signed view: with the first bit flipped they are in order."""
 
     def op(into: Tensor, other: Tensor) -> None:
         first_bit = torch.iinfo(into.dtype).min
@@ -68,7 +68,7 @@ def _of_unsigned(pick: Callable[[Tensor, Tensor], Tensor]) -> Op:
     return op
 
 
-_OPS: dict[str, Op] = {
+_OPS: dict[str, ReduceFunction] = {
     "sum": _add,
     "avg": _add,
     "premul_sum": _add,
@@ -79,26 +79,29 @@ _OPS: dict[str, Op] = {
     "bor": _or,
     "bxor": _xor,
 }
-_UNSIGNED_OPS: dict[str, Op] = {"min": _of_unsigned(torch.minimum), "max": _of_unsigned(torch.maximum)}
+_UNSIGNED_OPS: dict[str, ReduceFunction] = {
+    "min": _of_unsigned(torch.minimum),
+    "max": _of_unsigned(torch.maximum),
+}
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One operator on one type of element.
+    """A ``ReduceOp`` for one dtype.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         op: combines the second tensor into the first.
         factor: what each rank multiplies its tensor by first.
     """
 
     name: str
-    op: Op
+    op: ReduceFunction
     factor: Any = None
 
     @classmethod
     def of(cls, reduce_op: Any, dtype: torch.dtype) -> "Reduction | None":
-        """What torch's operator means; None if it is not defined for such elements."""
+        """The reduction of a ``ReduceOp``; None if it is not defined for the dtype."""
         found = _reduction(reduce_op.op, dtype)
         return replace(found, factor=reduce_op.factor) if found and found.name == "premul_sum" else found
 
@@ -108,7 +111,7 @@ class Reduction:
         return self.name == "avg"
 
     def prepare(self, own: Tensor) -> None:
-        """Do to a rank's tensor what is done before any are combined."""
+        """Multiply a rank's tensor by the factor, before any tensors are combined."""
         if self.factor is not None:
             own.mul_(self.factor)
 
@@ -122,7 +125,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction | None:
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as what can be calculated with."""
+    """A flat view of a contiguous tensor, in a dtype that torch can calculate with."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if (signed := _SIGNED.get(tensor.dtype)) is not None:

@@ -1,4 +1,4 @@
-"""Calls in flight, as torch knows them, and the thread that attends to those that nobody waits for."""
+"""Calls in flight as torch's ``Work``, and the executor that finishes them, if need be in a thread."""
 
 import atexit
 import os
@@ -16,28 +16,29 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.backend.arguments import memory_of
-from paceline.comm.backend.requests import Request
+from paceline.comm.backend.arguments import memory_ranges
+from paceline.comm.backend.calls import BackendCall
+from paceline.comm.pending import OnSlow
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
 from paceline.errors import ClosedGroupError, LateRankError
 
-# Makes a request for a channel.
-Build = Callable[..., Request]
+# A function of calls.py, which makes a call for a channel.
+MakeCall = Callable[..., BackendCall]
 
-# Note [Works that C++ holds]. torch's reducer keeps a join's work, on a single number, in C++ alone. Once
-# its Python part is gone, pybind finds our methods no more, and C++ waits for what never comes (torch 2.13).
-# So works on so few bytes are kept until so many others have been launched.
-_FEW_BYTES = 64
-_KEPT = 64
-# A wait looks around a bit more often than that: see channel.py.
-_FAREWELL_SECONDS = 4.0
+# Note [Works that C++ holds]. torch's reducer keeps the work of a join, on a single number, in C++ alone.
+# Once its Python part is gone, pybind no longer finds our methods, and C++ waits forever (torch 2.13). So
+# works on at most _SMALL_BYTES are kept until _KEPT_WORKS others have been launched.
+_SMALL_BYTES = 64
+_KEPT_WORKS = 64
+# A waiting thread checks more often than that whether the executor was closed: see channel.py.
+_EXIT_SECONDS = 4.0
 
 
 class WorkState(Enum):
     """How far a work is."""
 
-    FLYING = auto()
+    IN_FLIGHT = auto()
     DONE = auto()
     FAILED = auto()
 
@@ -46,63 +47,63 @@ class Work(c10d.Work):
     """One call that has been launched, of one collective or several.
 
     Args:
-        attendant: sees to it if nobody waits.
-        request: what was called.
+        executor: finishes it.
+        call: what was called.
         launched: its collectives.
-        timeout: so many seconds others are waited for.
+        timeout: how many seconds to wait for others.
     """
 
     def __init__(
-        self, attendant: "Attendant", request: Request, launched: list[Launched], timeout: float
+        self, executor: "WorkExecutor", call: BackendCall, launched: list[Launched], timeout: float
     ) -> None:
         super().__init__()
-        self._attendant = attendant
-        self._request = request
+        self._executor = executor
+        self._call = call
         self._launched = launched
         self._timeout = timeout
-        self._state = WorkState.FLYING
+        self._state = WorkState.IN_FLIGHT
         self._error: Exception | None = None
-        self._trigger: torch.futures.Future[None] | None = None
+        self._over: torch.futures.Future[None] | None = None  # not yet set, and set when it is over
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the outputs hold the result; past the timeout, if there is one, that raises."""
-        if self._state is WorkState.FLYING:
-            self._attendant.finish(self, timeout.total_seconds() if timeout else None)
-            self.announce()
+        """Wait until the outputs hold the result; raises after the timeout, if there is one."""
+        if self._state is WorkState.IN_FLIGHT:
+            self._executor.finish(self, timeout.total_seconds() if timeout else None)
+            self.set_future()
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        """The same."""
+        """Wait, as ``wait`` without a timeout."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
-        return self._state is not WorkState.FLYING
+        """Whether it has ended, with or without an error."""
+        return self._state is not WorkState.IN_FLIGHT
 
     def is_success(self) -> bool:
-        """Whether it is over, and well."""
+        """Whether it has ended without an error."""
         return self._state is WorkState.DONE
 
     def exception(self) -> Exception | None:
-        """Why it failed."""
+        """The error; None if there is none so far."""
         return self._error
 
     def result(self) -> list[Tensor]:
         """The outputs."""
-        return self._request.outputs
+        return self._call.outputs
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """A future of the outputs."""
         with self._lock:
             if self._future is None:
-                self._trigger = torch.futures.Future()
-                # C++ takes what a callback raises for an error, and what is set as one for a result.
-                self._future = self._trigger.then(self._outcome)
-        self.announce()
+                self._over = torch.futures.Future()
+                # C++ takes what a callback raises for an error, but an exception that was set for a result.
+                self._future = self._over.then(self._outcome)
+        self.set_future()
         return self._future
 
     def source_rank(self) -> int:
@@ -111,35 +112,35 @@ class Work(c10d.Work):
 
     _source_rank = source_rank
 
-    def carry_out(self, channel: Channel, unusual: Callable[[], None], patience: float | None) -> None:
-        """Wait in the channel, and keep what comes of it. Called by one thread at a time."""
-        if self._state is not WorkState.FLYING:
+    def finish(self, channel: Channel, on_slow: OnSlow, timeout: float | None) -> None:
+        """Wait in the channel, and keep the outcome. Called by one thread at a time."""
+        if self._state is not WorkState.IN_FLIGHT:
             return
-        seconds = self._timeout if patience is None else min(patience, self._timeout)
+        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             for launched in self._launched:
-                channel.wait(launched, unusual, timeout=seconds)
-            self._request.finish()
+                channel.wait(launched, on_slow, timeout=seconds)
+            self._call.finish()
         except Exception as error:
             if isinstance(error, LateRankError) and seconds < self._timeout:
-                raise  # only the caller has lost patience
-            self._settle(WorkState.FAILED, error)
+                raise  # the caller's timeout has passed, and not the work's
+            self._end(WorkState.FAILED, error)
         else:
-            self._settle(WorkState.DONE, None)
+            self._end(WorkState.DONE, None)
 
-    def is_awaited(self) -> bool:
-        """Whether somebody asked for the future and has not been told."""
-        return self._trigger is not None
+    def has_unset_future(self) -> bool:
+        """Whether somebody asked for the future and it is not set."""
+        return self._over is not None
 
-    def announce(self) -> None:
-        """If it is over, tell who asked for the future."""
+    def set_future(self) -> None:
+        """Set the future if the work has ended and somebody asked for it; runs its callbacks."""
         with self._lock:
-            if self._state is WorkState.FLYING or self._trigger is None:
+            if self._state is WorkState.IN_FLIGHT or self._over is None:
                 return
-            trigger, self._trigger = self._trigger, None
-        trigger.set_result(None)
+            over, self._over = self._over, None
+        over.set_result(None)
 
-    def _settle(self, state: WorkState, error: Exception | None) -> None:
+    def _end(self, state: WorkState, error: Exception | None) -> None:
         with self._lock:
             self._error = error
             self._state = state
@@ -147,155 +148,155 @@ class Work(c10d.Work):
     def _outcome(self, _: object) -> list[Tensor]:
         if self._error is not None:
             raise self._error
-        return self._request.outputs
+        return self._call.outputs
 
 
-class Attendant:
+class WorkExecutor:
     """Launches calls in one channel and sees that each is finished.
 
-    A call that is waited for is carried out by the caller: to hand it over takes longer than most calls do.
-    For others there is a thread, made when it is first needed. Threads know the attendant and not the group,
-    so that a group that was dropped takes its threads with it.
+    The caller that waits for a call also finishes it: handing it to a thread would take longer than most
+    calls do. Calls that nobody waits for are finished by a thread, which is started when it is first needed.
+    Threads have a reference to the executor and not to the group, so when a group is dropped its threads end.
 
-    Note [Callbacks that wait]. Who asked for a work's future is told by the thread that finished the work,
-    and may wait for another collective then, in a way that we do not see. So while a thread tells, another
-    one has to be there for what is still to be finished.
+    Note [Callbacks that wait]. The thread that finishes a work also runs the callbacks of its future. Such a
+    callback may wait for another collective, in a way that we do not see. So while a thread runs callbacks,
+    there has to be another one for what is still to be finished.
 
     Args:
-        channel: what carries the calls.
+        channel: where the collectives go.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._owner = os.getpid()
         self._is_closed = False
-        # Held by who carries a work out: that is done once, and who comes second has nothing to do.
-        self._turn = threading.Lock()
-        self._unattended: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        # Held while a work is finished: that happens once, and whoever comes second has nothing to do.
+        self._finishing = threading.Lock()
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._free = 0  # threads that are not telling
+        self._free_threads = 0  # those that do not run callbacks
         self._lock = threading.Lock()
-        self._kept: deque[Work] = deque(maxlen=_KEPT)
-        self._flying: dict[int, tuple[Work, list[range]]] = {}
-        _attendants.add(self)
+        self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
+        self._in_flight: dict[int, tuple[Work, list[range]]] = {}
+        _executors.add(self)
 
     def launch(
-        self, build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
+        self, make: MakeCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
     ) -> Work:
         """Begin a call; unless it is asynchronous, also finish it."""
-        # Asked first, because to record costs as much as to launch; private in torch 2.13.
+        # Checked first, because recording costs as much as launching; private in torch 2.13.
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with torch.profiler.record_function(f"paceline:{build.__name__}"):
-                return self._launch(build, args, kwargs, timeout=timeout, is_async=is_async)
-        return self._launch(build, args, kwargs, timeout=timeout, is_async=is_async)
+            with torch.profiler.record_function(f"paceline:{make.__name__}"):
+                return self._launch(make, args, kwargs, timeout=timeout, is_async=is_async)
+        return self._launch(make, args, kwargs, timeout=timeout, is_async=is_async)
 
     def _launch(
-        self, build: Build, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
+        self, make: MakeCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
     ) -> Work:
-        self._refuse_closed()
-        if self._flying:
-            self._finish_touching(args)
+        self._check_open()
+        if self._in_flight:
+            self._finish_overlapping(args)
         with torch.inference_mode():
-            request = build(self._channel, *args, **kwargs)
-            launched = [self._channel.launch(collective) for collective in request.collectives]
-            work = Work(self, request, launched, timeout)
+            call = make(self._channel, *args, **kwargs)
+            launched = [self._channel.launch(collective) for collective in call.collectives]
+            work = Work(self, call, launched, timeout)
             if not is_async:
-                self._carry_out(work)
+                self._finish(work)
         if is_async:
-            self._flying[id(work)] = (work, list(memory_of(args)))
-            if sum(output.nbytes for output in request.outputs) <= _FEW_BYTES:
+            self._in_flight[id(work)] = (work, list(memory_ranges(args)))
+            if sum(output.nbytes for output in call.outputs) <= _SMALL_BYTES:
                 self._kept.append(work)
-            self._unattended.put(work)
-            self._have_thread()
+            self._queue.put(work)
+            self._ensure_thread()
         else:
             work.wait()
         return work
 
-    def _finish_touching(self, args: tuple[Any, ...]) -> None:
-        """A call reads its tensors when it is launched: wait for those that write to the same memory."""
-        wanted = list(memory_of(args))
-        for work, memory in list(self._flying.values()):
+    def _finish_overlapping(self, args: tuple[Any, ...]) -> None:
+        """Finish the works that write to the tensors of a call, which reads them when it is launched."""
+        wanted = list(memory_ranges(args))
+        for work, memory in list(self._in_flight.values()):
             if any(one.start < other.stop and other.start < one.stop for one in wanted for other in memory):
                 self.finish(work)
 
-    def finish(self, work: Work, patience: float | None = None) -> None:
-        """Have a work carried out; raises if that takes longer than the patience."""
-        with torch.inference_mode():  # so that results can be written to tensors of any kind
-            self._carry_out(work, patience)
+    def finish(self, work: Work, timeout: float | None = None) -> None:
+        """Finish a work; raises if that takes longer than the timeout."""
+        with torch.inference_mode():  # so that results can be written to inference tensors too
+            self._finish(work, timeout)
 
-    def _carry_out(self, work: Work, patience: float | None = None) -> None:
-        until = None if patience is None else time.monotonic() + patience
-        if not self._turn.acquire(timeout=-1 if patience is None else patience):
-            raise LateRankError(f"a collective did not end within the timeout of {patience:g} s")
+    def _finish(self, work: Work, timeout: float | None = None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._finishing.acquire(timeout=-1 if timeout is None else timeout):
+            raise LateRankError(f"a collective did not end within the timeout of {timeout:g} s")
         try:
             left = None if until is None else max(0.0, until - time.monotonic())
-            work.carry_out(self._channel, self._refuse_closed, left)
+            work.finish(self._channel, self._check_open, left)
         finally:
-            self._turn.release()
-        self._flying.pop(id(work), None)
+            self._finishing.release()
+        self._in_flight.pop(id(work), None)
 
     def close(self) -> None:
         """Finish what is in flight, and take no more calls."""
         if self._owner == os.getpid():
-            self._dismiss()
+            self._end_threads()
             self._is_closed = True
 
     def abort(self) -> None:
         """Take no more calls, and wait for nobody."""
         self._is_closed = True
-        self._unattended.put(None)
+        self._queue.put(None)
 
-    def leave(self) -> None:
-        """The interpreter ends: see that no thread needs it any more."""
+    def exit(self) -> None:
+        """End the threads because the interpreter exits, and they need it."""
         if self._owner == os.getpid():
             self.abort()
-            self._dismiss(_FAREWELL_SECONDS)
+            self._end_threads(_EXIT_SECONDS)
 
-    def _dismiss(self, seconds: float | None = None) -> None:
-        self._unattended.put(None)
+    def _end_threads(self, seconds: float | None = None) -> None:
+        self._queue.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(seconds)
 
-    def _have_thread(self) -> None:
+    def _ensure_thread(self) -> None:
         with self._lock:
-            if not self._free:
-                self._free += 1
-                thread = threading.Thread(target=self._finish_all, name="paceline-works", daemon=True)
+            if not self._free_threads:
+                self._free_threads += 1
+                thread = threading.Thread(target=self._run_thread, name="paceline-works", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _finish_all(self) -> None:
-        while (work := self._unattended.get()) is not None:
+    def _run_thread(self) -> None:
+        while (work := self._queue.get()) is not None:
             self.finish(work)
-            if work.is_awaited():
-                self._tell(work)
+            if work.has_unset_future():
+                self._run_callbacks(work)
             del work  # or it would live until the next one comes
-        self._unattended.put(None)  # for the next thread
+        self._queue.put(None)  # for the next thread
 
-    def _tell(self, work: Work) -> None:
+    def _run_callbacks(self, work: Work) -> None:
         """See Note [Callbacks that wait]."""
         with self._lock:
-            self._free -= 1
-        if not self._unattended.empty():
-            self._have_thread()
+            self._free_threads -= 1
+        if not self._queue.empty():
+            self._ensure_thread()
         try:
-            work.announce()
+            work.set_future()
         finally:
             with self._lock:
-                self._free += 1
+                self._free_threads += 1
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._owner != os.getpid():
             raise ClosedGroupError("a process group cannot be used in a forked child of its process")
         if self._is_closed:
             raise ClosedGroupError("the process group has been destroyed or aborted")
 
 
-_attendants: "weakref.WeakSet[Attendant]" = weakref.WeakSet()
+_executors: "weakref.WeakSet[WorkExecutor]" = weakref.WeakSet()
 
 
 @atexit.register
-def _leave() -> None:
-    for attendant in list(_attendants):
-        attendant.leave()
+def _exit_all() -> None:
+    for executor in list(_executors):
+        executor.exit()

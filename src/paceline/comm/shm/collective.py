@@ -1,21 +1,35 @@
-"""One rank's part in one collective: what every kind has in common, and what is known once it is launched."""
+"""One rank's part in one collective: what all kinds have in common, its header, and its chunks in memory.
 
+A collective goes in chunks. A chunk is either part of a tensor that lives in shared memory, or it is copied
+to one of the rank's staging buffers.
+
+Each rank writes a header for each collective that it launches: what it is, and where the rank's part is. It
+writes it before it signals that the first chunk is ready, and others read it after they got that signal. One
+more header per rank is for the reason why the rank failed, and is written before the rank signals that.
+"""
+
+import ctypes
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm.pending import Pending
-from paceline.comm.shm.arena import Place
-from paceline.comm.shm.notes import IN_PLACE, Note
+from paceline.comm.shm.arena import Span
 from paceline.comm.shm.segment import Segment
 
-# The longest piece; a multiple of any element's size.
-PIECE_BYTES = 4 << 20
-# So many pieces can be in flight of what does not live in shared memory itself.
-AREAS = 4
-STAGING_BYTES = AREAS * PIECE_BYTES
+# The longest chunk; a multiple of any element's size.
+CHUNK_BYTES = 4 << 20
+# Each rank has this many staging buffers per channel, each for one chunk.
+STAGING_BUFFERS = 4
+STAGING_BYTES = STAGING_BUFFERS * CHUNK_BYTES
+# This many collectives can be in flight in a channel.
+MAX_IN_FLIGHT = 256
+IN_PLACE = -1
+_HEADER = struct.Struct("<qq112s")
 
 
 class Collective(ABC):
@@ -23,31 +37,45 @@ class Collective(ABC):
 
     Attributes:
         text: what it is, the same on every rank.
-        pieces: in how many pieces it goes, the same on every rank.
-        place: where this rank's part is in shared memory; None if it has to be copied there.
-        awaits_done: whether it is over only when every rank is done.
+        chunks: the number of its chunks, the same on every rank.
+        span: where this rank's tensor is in shared memory; None if it has to be copied to staging buffers.
+        awaits_done: whether it is over only when every rank is done with it.
     """
 
     text: str
-    pieces: int = 1
-    place: Place | None = None
+    chunks: int = 1
+    span: Span | None = None
     awaits_done: bool = False
 
     @abstractmethod
-    def nbytes(self, piece: int, rank: int) -> int:
-        """How long a rank's part of a piece is."""
+    def nbytes(self, chunk: int, rank: int) -> int:
+        """The length of a rank's part of a chunk."""
 
-    def put(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if there is nothing to copy
-        """Copy this rank's part of a piece into shared memory."""
+    def copy_in(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # if there is nothing to copy
+        """Copy this rank's part of a chunk to its staging buffer."""
 
-    def meet(self, piece: int, areas: "Areas") -> Pending | None:  # noqa: B027  # if there is nothing to take
-        """All ranks are here: take what is theirs. Returns what has to come from other hosts first."""
+    def exchange(self, chunk: int, views: "ChunkViews") -> Pending | None:  # noqa: B027  # as above
+        """All ranks are ready: read what they have. Returns the reduction between hosts, if it takes one."""
 
-    def spread(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if nobody else needs it
-        """What came from other hosts is here too: give it to the others."""
+    def distribute(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # as above
+        """The reduction between hosts is over too: give its result to the other ranks of this host."""
 
-    def end(self, piece: int, areas: "Areas") -> None:  # noqa: B027  # if it was done in place
-        """Everybody is done."""
+    def copy_out(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # as above
+        """All ranks are done: copy the result from this rank's staging buffer."""
+
+
+class CollectiveHeader(NamedTuple):
+    """What a rank writes about a collective.
+
+    Attributes:
+        offset: where in the segment the rank's tensor begins, or its staging buffers do.
+        first_buffer: which staging buffer the first chunk is in, modulo their number; IN_PLACE for none.
+        text: what this rank takes the collective for.
+    """
+
+    offset: int
+    first_buffer: int
+    text: bytes
 
 
 @dataclass(slots=True)
@@ -55,13 +83,14 @@ class Launched:
     """A collective that has been launched.
 
     Attributes:
-        collective: what it is; None once this rank has no more to do in it, so that its tensors are let go.
-        text: what it is, in words.
-        awaits_done: whether it is over only when every rank is done.
+        collective: the collective; None once this rank has nothing more to do in it, so that it lets go of
+            its tensors.
+        text: what it is.
+        awaits_done: whether it is over only when every rank is done with it.
         number: its number among the channel's collectives.
-        first: the number of its first piece among all pieces.
-        last: the number of the piece that follows its last one.
-        notes: where each rank's part is; only this rank's before all are here.
+        first: the number of its first chunk among all chunks of the channel.
+        end: the number of the chunk that follows its last one.
+        headers: the header of each rank; only this rank's until all ranks are ready.
     """
 
     collective: Collective | None
@@ -69,30 +98,77 @@ class Launched:
     awaits_done: bool
     number: int
     first: int
-    last: int
-    notes: dict[int, Note]
+    end: int
+    headers: dict[int, CollectiveHeader]
 
 
-class Areas:
-    """Where the ranks' parts of one piece are."""
+class ChunkViews:
+    """The memory of one chunk, by rank."""
 
-    def __init__(self, segment: Segment, launched: Launched, piece: int) -> None:
+    def __init__(self, segment: Segment, launched: Launched, chunk: int) -> None:
         self._segment = segment
         self._launched = launched
-        self._piece = piece
+        self._chunk = chunk
 
     def __getitem__(self, rank: int) -> Tensor:
-        """A rank's bytes of the piece."""
+        """A rank's bytes of the chunk."""
         return self.of(rank, torch.uint8)
 
-    def of(self, rank: int, dtype: torch.dtype, cut: tuple[int, int] | None = None) -> Tensor:
-        """A rank's elements of the piece, or those from one number up to another."""
-        launched, piece = self._launched, self._piece
+    def of(self, rank: int, dtype: torch.dtype, bounds: tuple[int, int] | None = None) -> Tensor:
+        """A rank's elements of the chunk: all, or those from one number up to another."""
+        launched, chunk = self._launched, self._chunk
         assert launched.collective is not None
-        note = launched.notes[rank]
-        at = piece if note.area == IN_PLACE else (note.area + piece) % AREAS
-        offset = note.offset + at * PIECE_BYTES
-        if cut is None:
-            return self._segment.at(offset, launched.collective.nbytes(piece, rank), dtype)
-        start, end = cut
+        header = launched.headers[rank]
+        at = chunk if header.first_buffer == IN_PLACE else (header.first_buffer + chunk) % STAGING_BUFFERS
+        offset = header.offset + at * CHUNK_BYTES
+        if bounds is None:
+            return self._segment.at(offset, launched.collective.nbytes(chunk, rank), dtype)
+        start, end = bounds
         return self._segment.at(offset + start * dtype.itemsize, (end - start) * dtype.itemsize, dtype)
+
+
+class Headers:
+    """The headers of all ranks, in shared memory.
+
+    Args:
+        address: where they are.
+        size: the number of ranks.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        self._memory = (ctypes.c_ubyte * headers_bytes(size)).from_address(address)
+
+    def write(self, rank: int, number: int, header: CollectiveHeader) -> None:
+        """Write a rank's header of the collective of that number."""
+        _HEADER.pack_into(self._memory, _offset(rank, number % MAX_IN_FLIGHT), *header)
+
+    def read(self, rank: int, number: int) -> CollectiveHeader:
+        """A rank's header of the collective of that number."""
+        return CollectiveHeader(*_HEADER.unpack_from(self._memory, _offset(rank, number % MAX_IN_FLIGHT)))
+
+    def write_failure(self, rank: int, reason: str) -> None:
+        """Write why a rank failed."""
+        _HEADER.pack_into(self._memory, _offset(rank, MAX_IN_FLIGHT), 0, 0, encoded(reason))
+
+    def read_failure(self, rank: int) -> str:
+        """Why a rank failed."""
+        return decoded(_HEADER.unpack_from(self._memory, _offset(rank, MAX_IN_FLIGHT))[2])
+
+
+def headers_bytes(size: int) -> int:
+    """How much memory the headers of that many ranks take."""
+    return _offset(size, 0)
+
+
+def encoded(text: str) -> bytes:
+    """Text as it is written in a header."""
+    return text.encode()[:112].ljust(112, b"\0")
+
+
+def decoded(text: bytes) -> str:
+    """The text of a header."""
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+def _offset(rank: int, entry: int) -> int:
+    return (rank * (MAX_IN_FLIGHT + 1) + entry) * _HEADER.size

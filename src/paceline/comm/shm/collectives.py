@@ -1,117 +1,38 @@
-"""What each rank does in each collective, piece by piece.
+"""What each rank does in the collectives whose data is copied to shared memory and read there by other ranks.
 
-Note [One order]. Every element of a sum is added up by one rank, or by each rank in the order of the ranks,
-so that all ranks have the same bits, in every run.
+Note [One order]. Every element of a sum is added up by one rank, or by each rank in the order of the ranks.
+So all ranks have the same bits, in every run.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from paceline.comm.pending import Pending
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import PIECE_BYTES, Areas, Collective
+from paceline.comm.shm.collective import ChunkViews, Collective
+from paceline.errors import CollectiveError, ShapeError
 
-# Combines the second tensor into the first; in which order two are given must not matter.
-Op = Callable[[Tensor, Tensor], object]
-# Begins to combine a tensor with those of other hosts, in place.
-Carry = Callable[[Tensor], Pending]
+# Combines the second tensor into the first; the order in which two are given must not matter.
+ReduceFunction = Callable[[Tensor, Tensor], object]
 
-# Up to so many bytes of the others' every rank adds up everything by itself: that is one word less to wait
-# for.
-_ALONE_BYTES = 128 << 10
-# What is copied in and out goes in smaller pieces than what is in place: a rank is to read one while the next
-# is being copied.
-COPIED_BYTES = 1 << 20
+# Up to this many bytes of the other ranks, each rank adds up everything by itself: see OneShotReduce.
+_ONE_SHOT_BYTES = 128 << 10
+# Staged chunks are shorter than chunks in place, so that ranks read one while the next is being copied.
+STAGED_CHUNK_BYTES = 1 << 20
+_TABLE_DTYPE = torch.int64
 
 
-class ReduceInPlace(Collective):
-    """Combines tensors that live in shared memory: each rank a slice of all, which it gives to all.
-
-    A tensor that does not live there is copied, piece by piece, there and back.
+class _Staged(Collective):
+    """A collective in which one rank or all ranks copy to staging buffers, and one rank or all ranks read.
 
     Args:
-        channel: among whom.
-        tensor: contiguous; holds the result in the end.
-        op: combines one into another.
-        name: what the op is called.
-        carry: combines with other hosts, if there are any.
-        couriers: how many ranks have a slice; all if None.
-    """
-
-    awaits_done = True
-
-    def __init__(
-        self,
-        channel: Channel,
-        tensor: Tensor,
-        op: Op,
-        name: str,
-        *,
-        carry: Carry | None = None,
-        couriers: int | None = None,
-    ) -> None:
-        self._flat = tensor.view(-1)
-        self._op = op
-        self._carry = carry
-        self._rank = channel.rank
-        self._size = channel.size
-        self._couriers = couriers or channel.size
-        self._step = PIECE_BYTES // tensor.itemsize
-        self.text = f"all_reduce {name} in place {tensor.numel()} {tensor.dtype}"
-        self.pieces = _pieces(tensor.numel(), self._step)
-        self.place = channel.arena.place_of(tensor)
-
-    def nbytes(self, piece: int, rank: int) -> int:  # noqa: ARG002  # all have the same
-        """The piece of the tensor."""
-        return min(self._step, self._flat.numel() - piece * self._step) * self._flat.itemsize
-
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        areas.of(self._rank, self._flat.dtype).copy_(self._part(piece))
-
-    def meet(self, piece: int, areas: Areas) -> Pending | None:
-        """Combine a slice of all into this rank's."""
-        if self._rank >= self._couriers:
-            return None
-        mine, *others = self._slices(piece, areas)
-        for theirs in others:
-            self._op(mine, theirs)
-        return None if self._carry is None else self._carry(mine)
-
-    def spread(self, piece: int, areas: Areas) -> None:
-        """Give everyone the result."""
-        if self._rank < self._couriers:
-            mine, *others = self._slices(piece, areas)
-            for theirs in others:
-                theirs.copy_(mine)
-
-    def end(self, piece: int, areas: Areas) -> None:
-        """Copy out."""
-        self._part(piece).copy_(areas.of(self._rank, self._flat.dtype))
-
-    def _part(self, piece: int) -> Tensor:
-        return self._flat[piece * self._step : (piece + 1) * self._step]
-
-    def _slices(self, piece: int, areas: Areas) -> list[Tensor]:
-        """This rank's slice of its own part, and of the others'."""
-        length = self.nbytes(piece, self._rank) // self._flat.itemsize
-        share = -(-length // self._couriers)
-        cut = min(length, self._rank * share), min(length, (self._rank + 1) * share)
-        ranks = [self._rank, *(rank for rank in range(self._size) if rank != self._rank)]
-        return [areas.of(rank, self._flat.dtype, cut) for rank in ranks]
-
-
-class _Copied(Collective):
-    """Common to what is copied into shared memory by one rank or by all, and read by one or by all.
-
-    Args:
-        channel: among whom.
+        channel: the ranks of this host.
         text: what it is.
-        length: how many elements, or bytes, go to or come from a rank.
-        width: how many bytes one of them has.
-        parts: how many parts of that length a rank copies in.
+        length: the number of elements, or bytes, that go to a rank or come from it.
+        width: the size of one of them in bytes.
+        parts: the number of parts of that length that a rank copies in.
         sources: the ranks that copy anything in; all if None.
     """
 
@@ -132,42 +53,44 @@ class _Copied(Collective):
         self._width = width
         self._parts = parts
         self._sources = sources
-        self._step = max(1, COPIED_BYTES // parts // width)
-        self.pieces = _pieces(length, self._step)
+        self._chunk_length = max(1, STAGED_CHUNK_BYTES // parts // width)
+        self.chunks = chunk_count(length, self._chunk_length)
 
-    def nbytes(self, piece: int, rank: int) -> int:
-        """The piece of each part."""
+    def nbytes(self, chunk: int, rank: int) -> int:
+        """The length of the chunk, with all its parts."""
         if self._sources is not None and rank not in self._sources:
             return 0
-        return self._count(piece) * self._width * self._parts
+        return self._chunk_numel(chunk) * self._width * self._parts
 
-    def _count(self, piece: int) -> int:
-        return min(self._step, self._length - piece * self._step)
+    def _chunk_numel(self, chunk: int) -> int:
+        return min(self._chunk_length, self._length - chunk * self._chunk_length)
 
-    def _cut(self, flat: Tensor, piece: int) -> Tensor:
-        if self.pieces == 1:
+    def _chunk_of(self, flat: Tensor, chunk: int) -> Tensor:
+        if self.chunks == 1:
             return flat
-        return flat[piece * self._step : (piece + 1) * self._step]
+        return flat[chunk * self._chunk_length : (chunk + 1) * self._chunk_length]
 
-    def _part(self, area: Tensor, part: int, piece: int) -> Tensor:
-        """One of the parts of an area."""
-        nbytes = self._count(piece) * self._width
-        return area[part * nbytes : (part + 1) * nbytes]
+    def _part(self, data: Tensor, part: int, chunk: int) -> Tensor:
+        """One of the parts of a rank's chunk."""
+        nbytes = self._chunk_numel(chunk) * self._width
+        return data[part * nbytes : (part + 1) * nbytes]
 
 
-class ReduceAlone(_Copied):
-    """Every rank, or one, combines everything by itself.
+class OneShotReduce(_Staged):
+    """Every rank, or the root, combines everything by itself.
+
+    That reads more than TwoShotAllReduce but needs one signal less, so it is faster for small tensors.
 
     Args:
-        channel: among whom.
+        channel: the ranks of this host.
         tensor: contiguous; holds the result in the end.
-        op: combines one into another.
-        name: what the op is called.
+        op: combines one tensor into another.
+        name: the name of the op.
         root: the only rank that wants the result.
     """
 
     def __init__(
-        self, channel: Channel, tensor: Tensor, op: Op, name: str, *, root: int | None = None
+        self, channel: Channel, tensor: Tensor, op: ReduceFunction, name: str, *, root: int | None = None
     ) -> None:
         kind = "all_reduce" if root is None else f"reduce to {root}"
         super().__init__(
@@ -180,44 +103,44 @@ class ReduceAlone(_Copied):
         self._op = op
         self._wants = root in (None, channel.rank)
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        areas.of(self._rank, self._flat.dtype).copy_(self._cut(self._flat, piece))
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        views.of(self._rank, self._flat.dtype).copy_(self._chunk_of(self._flat, chunk))
 
-    def meet(self, piece: int, areas: Areas) -> None:
-        """Combine all in the order of the ranks; of a sum, the first two may be swapped."""
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Combine all in the order of the ranks; the first two terms of a sum may be swapped."""
         if not self._wants or not self._length:
             return
-        result, dtype = self._cut(self._flat, piece), self._flat.dtype
+        result, dtype = self._chunk_of(self._flat, chunk), self._flat.dtype
         others = [rank for rank in range(self._size) if rank != self._rank]
-        # The last bit of a complex product depends on which comes first, and so does the larger of 0 and -0.
+        # The last bit of a complex product depends on the order, and so does the larger one of 0 and -0.
         if self._rank > (1 if self._op is Tensor.add_ else 0):
-            result.copy_(areas.of(0, dtype))
+            result.copy_(views.of(0, dtype))
             others = list(range(1, self._size))
         for rank in others:
-            self._op(result, areas.of(rank, dtype))
+            self._op(result, views.of(rank, dtype))
 
 
-class Broadcast(_Copied):
-    """One rank's bytes for all."""
+class BroadcastBytes(_Staged):
+    """Gives all ranks the bytes of one."""
 
     def __init__(self, channel: Channel, data: Tensor, *, root: int) -> None:
         super().__init__(channel, f"broadcast from {root} {data.nbytes} bytes", data.nbytes, sources=[root])
         self._bytes = data
         self._root = root
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        areas[self._rank].copy_(self._cut(self._bytes, piece))
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        views[self._rank].copy_(self._chunk_of(self._bytes, chunk))
 
-    def meet(self, piece: int, areas: Areas) -> None:
-        """Copy out."""
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Copy from the staging buffer."""
         if self._rank != self._root:
-            self._cut(self._bytes, piece).copy_(areas[self._root])
+            self._chunk_of(self._bytes, chunk).copy_(views[self._root])
 
 
-class Gather(_Copied):
-    """Every rank's bytes for all, or for one."""
+class Gather(_Staged):
+    """Gives all ranks, or the root, the bytes of every rank."""
 
     def __init__(
         self, channel: Channel, own: Tensor, everyone: Sequence[Tensor], *, root: int | None = None
@@ -227,18 +150,18 @@ class Gather(_Copied):
         self._own = own
         self._everyone = everyone
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        areas[self._rank].copy_(self._cut(self._own, piece))
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        views[self._rank].copy_(self._chunk_of(self._own, chunk))
 
-    def meet(self, piece: int, areas: Areas) -> None:
-        """Copy out what is wanted here."""
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Copy what this rank wants from the staging buffers."""
         for rank, theirs in enumerate(self._everyone):
-            self._cut(theirs, piece).copy_(areas[rank])
+            self._chunk_of(theirs, chunk).copy_(views[rank])
 
 
-class Scatter(_Copied):
-    """One rank's bytes, a part for each."""
+class Scatter(_Staged):
+    """Gives each rank a part of one rank's bytes."""
 
     def __init__(self, channel: Channel, own: Tensor, everyone: Sequence[Tensor], *, root: int) -> None:
         super().__init__(
@@ -252,21 +175,23 @@ class Scatter(_Copied):
         self._everyone = everyone
         self._root = root
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        area = areas[self._rank]
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        data = views[self._rank]
         for rank, theirs in enumerate(self._everyone):
-            self._part(area, rank, piece).copy_(self._cut(theirs, piece))
+            self._part(data, rank, chunk).copy_(self._chunk_of(theirs, chunk))
 
-    def meet(self, piece: int, areas: Areas) -> None:
-        """Copy out."""
-        self._cut(self._own, piece).copy_(self._part(areas[self._root], self._rank, piece))
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Copy from the staging buffer."""
+        self._chunk_of(self._own, chunk).copy_(self._part(views[self._root], self._rank, chunk))
 
 
-class ReduceScatter(_Copied):
-    """Combines every rank's parts; each rank gets one."""
+class ReduceScatter(_Staged):
+    """Combines the parts of all ranks; each rank gets one."""
 
-    def __init__(self, channel: Channel, output: Tensor, inputs: Sequence[Tensor], op: Op, name: str) -> None:
+    def __init__(
+        self, channel: Channel, output: Tensor, inputs: Sequence[Tensor], op: ReduceFunction, name: str
+    ) -> None:
         super().__init__(
             channel,
             f"reduce_scatter {name} {output.numel()} {output.dtype} each",
@@ -278,31 +203,31 @@ class ReduceScatter(_Copied):
         self._inputs = inputs
         self._op = op
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        area = areas[self._rank]
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        data = views[self._rank]
         for rank, part in enumerate(self._inputs):
-            self._typed(area, rank, piece).copy_(self._cut(part, piece))
+            self._typed(data, rank, chunk).copy_(self._chunk_of(part, chunk))
 
-    def meet(self, piece: int, areas: Areas) -> None:
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
         """Combine this rank's parts in the order of the ranks."""
-        result = self._cut(self._output, piece)
-        result.copy_(self._typed(areas[0], self._rank, piece))
+        result = self._chunk_of(self._output, chunk)
+        result.copy_(self._typed(views[0], self._rank, chunk))
         for rank in range(1, self._size):
-            self._op(result, self._typed(areas[rank], self._rank, piece))
+            self._op(result, self._typed(views[rank], self._rank, chunk))
 
-    def _typed(self, area: Tensor, part: int, piece: int) -> Tensor:
-        return self._part(area, part, piece).view(self._output.dtype)
+    def _typed(self, data: Tensor, part: int, chunk: int) -> Tensor:
+        return self._part(data, part, chunk).view(self._output.dtype)
 
 
-class AllToAll(_Copied):
-    """Every rank's bytes for every rank.
+class AllToAll(_Staged):
+    """Gives each rank a part of every rank's bytes.
 
     Args:
-        channel: among whom.
+        channel: the ranks of this host.
         outputs: what comes from each rank.
         inputs: what goes to each rank.
-        longest: how long the longest input is, of all ranks.
+        longest: the length of the longest input of all ranks.
     """
 
     def __init__(
@@ -312,39 +237,90 @@ class AllToAll(_Copied):
         self._outputs = outputs
         self._inputs = inputs
 
-    def put(self, piece: int, areas: Areas) -> None:
-        """Copy in."""
-        area = areas[self._rank]
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy to the staging buffer."""
+        data = views[self._rank]
         for rank, theirs in enumerate(self._inputs):
-            part = self._cut(theirs, piece)
-            self._part(area, rank, piece)[: part.numel()].copy_(part)
+            part = self._chunk_of(theirs, chunk)
+            self._part(data, rank, chunk)[: part.numel()].copy_(part)
 
-    def meet(self, piece: int, areas: Areas) -> None:
-        """Copy out."""
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Copy from the staging buffer."""
         for rank, theirs in enumerate(self._outputs):
-            part = self._cut(theirs, piece)
-            part.copy_(self._part(areas[rank], self._rank, piece)[: part.numel()])
+            part = self._chunk_of(theirs, chunk)
+            part.copy_(self._part(views[rank], self._rank, chunk)[: part.numel()])
 
 
-class Barrier(_Copied):
-    """Nothing, but all at once."""
+class UnevenAllToAll(Collective):
+    """Gives each rank a part of every rank's bytes, of any length; no rank knows the lengths of the others.
+
+    Each rank puts all its parts into one block of shared memory, behind a table of where each part ends. So
+    it is one chunk, and ranks need not agree on anything before.
+
+    Args:
+        channel: the ranks of this host.
+        outputs: what comes from each rank.
+        inputs: what goes to each rank.
+    """
+
+    text = "all_to_all with split sizes"
+    awaits_done = True  # the block is read until then
+
+    def __init__(self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._rank = channel.rank
+        self._outputs = outputs
+        self._table_bytes = (channel.size + 1) * _TABLE_DTYPE.itemsize
+        ends = list(accumulate((part.numel() for part in inputs), initial=self._table_bytes))
+        self._nbytes = [self._table_bytes] * channel.size
+        self._nbytes[self._rank] = ends[-1]
+        block = channel.arena.empty(ends[-1], torch.uint8)
+        if block is None:
+            raise CollectiveError(f"no shared memory is left for an all_to_all (bytes: {ends[-1]})")
+        block[: self._table_bytes].view(_TABLE_DTYPE).copy_(torch.tensor(ends))
+        for part, start in zip(inputs, ends, strict=False):
+            block[start : start + part.numel()].copy_(part)
+        self._block = block  # keeps the memory until the collective is gone
+        self.span = channel.arena.span_of(block)
+
+    def nbytes(self, chunk: int, rank: int) -> int:  # noqa: ARG002  # there is only one
+        """The length of a rank's block; of the others' blocks only the table's until it has been read."""
+        return self._nbytes[rank]
+
+    def exchange(self, chunk: int, views: ChunkViews) -> None:  # noqa: ARG002  # as above
+        """Look up where this rank's parts are, and copy them."""
+        for rank, output in enumerate(self._outputs):
+            start, end = (
+                views[rank][: self._table_bytes].view(_TABLE_DTYPE)[self._rank : self._rank + 2].tolist()
+            )
+            if end - start != output.numel():
+                raise ShapeError(
+                    f"split sizes do not fit: rank {rank} sends {end - start} bytes to rank {self._rank}, "
+                    f"which expects {output.numel()}"
+                )
+            self._nbytes[rank] = end
+            output.copy_(views[rank][start:end])
+
+
+class Barrier(_Staged):
+    """Waits for all ranks."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel, "barrier", 0)
 
 
-def adds_up_alone(channel: Channel, nbytes: int) -> bool:
-    """Whether each rank had better combine everything by itself."""
-    return nbytes * (channel.size - 1) <= _ALONE_BYTES
+def prefers_one_shot(channel: Channel, nbytes: int) -> bool:
+    """Whether OneShotReduce is the faster way for tensors of that size."""
+    return nbytes * (channel.size - 1) <= _ONE_SHOT_BYTES
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes, as a flat view."""
     flat = tensor.view(-1)
-    if flat.numel() < 2:  # counts as contiguous with any stride, but not when it is viewed as bytes
+    if flat.numel() < 2:  # contiguous with any stride, but a view as bytes needs stride 1
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
-def _pieces(length: int, step: int) -> int:
-    return max(1, -(-length // step))
+def chunk_count(length: int, chunk_length: int) -> int:
+    """The number of chunks, of which there is at least one."""
+    return max(1, -(-length // chunk_length))

@@ -1,18 +1,19 @@
 """One shared-memory file, mapped by the ranks of one host.
 
-It is far larger than any machine's memory: only what was reserved exists. So each rank has its own part of
-it, its lot, as long as it will ever need, and nobody has to be asked where something may be put.
+It is far larger than any machine's memory: only what was reserved takes memory. So each rank has its own
+region of it, as long as it will ever need, and need not ask anybody where it may put something.
 
     head                                proof that ranks share the file
-    channels                            semaphores and notes of each channel
-    lot of local rank 0, 1, 2 …         blocks: what the rank lets others read and write
+    channels                            semaphores and headers of each channel
+    region of local rank 0, 1, 2 …      blocks: what the rank lets others read and write
 
 Note [No file remains]. A memfd has no name, so it is gone with the last process that has it open. Ranks in
-other PID namespaces cannot open it; for them there is a file in /dev/shm, that only its owner may open, under
-a name that cannot be guessed, which is removed as soon as all have opened it.
+other PID namespaces cannot open it. For them there is a file in /dev/shm, which only its owner may open,
+under a name that cannot be guessed. It is removed as soon as all ranks have opened it.
 """
 
 import ctypes
+import fcntl
 import os
 import secrets
 import stat
@@ -29,18 +30,21 @@ from paceline.comm.shm import libc
 HEAD = 0
 HEAD_BYTES = 1 << 16
 CHANNELS = 1 << 20
-LOTS = 1 << 40
-LOT_BYTES = 1 << 40
-MOST_RANKS = 1024
-_FILE_BYTES = LOTS + MOST_RANKS * LOT_BYTES
+REGIONS = 1 << 40
+REGION_BYTES = 1 << 40
+MAX_RANKS = 1024
+_FILE_BYTES = REGIONS + MAX_RANKS * REGION_BYTES
 
 PAGE = os.sysconf("SC_PAGESIZE")
-# What is near each other is mapped at once.
-_WINDOW = 1 << 30
-# So many windows stay mapped; they cost address space only.
-_WINDOWS = 256
-_VIEWS = 4096
-_AT_ONCE = 4 << 20
+# The file is mapped in windows of this size.
+_WINDOW_BYTES = 1 << 30
+# The number of windows that stay mapped; they take address space only.
+_MAX_WINDOWS = 256
+_MAX_VIEWS = 4096
+# How much is reserved by one system call.
+_RESERVE_BYTES = 4 << 20
+# Locks need no memory behind them: an offset where nothing else is.
+_LOCKS = 1 << 62
 _SHM = Path("/dev/shm")  # noqa: S108  # not a temporary file of a guessable name
 
 
@@ -48,7 +52,7 @@ class Segment:
     """An open shared-memory file.
 
     Args:
-        file: its descriptor, which is owned.
+        file: its descriptor, which the segment owns and closes.
         path: where other processes of the host can open it.
     """
 
@@ -59,12 +63,13 @@ class Segment:
         self._windows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._close = weakref.finalize(self, os.close, file)
-        # At the end the system closes it, and not before: until then this rank lives, and threads may use it.
+        # When the process ends the system closes it, and not before: until then threads may use it, and the
+        # rank's lock says that it is alive.
         self._close.atexit = False
 
     @classmethod
     def nameless(cls) -> Self:
-        """A new one without a name, for ranks of this PID namespace."""
+        """Make one without a name, for ranks of this PID namespace."""
         file = os.memfd_create("paceline", os.MFD_CLOEXEC)
         segment = cls(file, f"/proc/{os.getpid()}/fd/{file}")
         os.ftruncate(file, _FILE_BYTES)
@@ -72,7 +77,7 @@ class Segment:
 
     @classmethod
     def named(cls) -> Self:
-        """A new one in /dev/shm, for ranks that share that and no more; to be unlinked soon."""
+        """Make one in /dev/shm, for ranks in other PID namespaces; to be unlinked soon."""
         path = _SHM / f"paceline-{secrets.token_hex(16)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         segment = cls(file, str(path))
@@ -85,9 +90,9 @@ class Segment:
 
     @classmethod
     def at_path(cls, path: str, inode: int) -> Self:
-        """One that another process has made."""
-        # In another PID namespace the path may be any file's. To read one that is shorter than its mapping
-        # would kill the process, and to close one that is another segment of ours would drop its locks.
+        """Open one that another process has made."""
+        # In another PID namespace the path may be that of any file. Reading a file that is shorter than its
+        # mapping would kill the process, and closing another segment of ours would drop its locks.
         found = Path(path).stat()
         if (found.st_ino, found.st_size) != (inode, _FILE_BYTES) or not stat.S_ISREG(found.st_mode):
             raise OSError(f"{path} is another file here")
@@ -95,7 +100,7 @@ class Segment:
 
     @property
     def inode(self) -> int:
-        """Tells it from other files of its path."""
+        """The file's inode number, which tells it from other files of the same path."""
         return os.fstat(self.file).st_ino
 
     @property
@@ -104,35 +109,36 @@ class Segment:
         return self.path.startswith(str(_SHM))
 
     def unlink(self) -> None:
-        """Have no name any more."""
+        """Remove the file's name, if it has one."""
         if self.is_limited:
             Path(self.path).unlink(missing_ok=True)
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Have memory there; raises OSError if there is not enough, where a write would kill the process."""
-        # A signal undoes a call that it comes in, and Python calls again: with a profiler's timer that would
-        # never end if the call was long.
-        for start in range(0, nbytes, _AT_ONCE):
+        """Allocate memory; raises OSError if there is not enough, where a write would kill the process."""
+        # A signal that interrupts a call undoes it, and Python calls again. With a profiler's timer a long
+        # call would never end.
+        for start in range(0, nbytes, _RESERVE_BYTES):
             try:
-                os.posix_fallocate(self.file, offset + start, min(_AT_ONCE, nbytes - start))
+                os.posix_fallocate(self.file, offset + start, min(_RESERVE_BYTES, nbytes - start))
             except OSError:
                 self.release(offset, start)
                 raise
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Give memory back."""
-        # A forked child has the file and these objects too, and they are not its own to take away.
+        """Give memory back to the system."""
+        # A forked child has the file and these objects too, but they belong to its parent.
         if nbytes and os.getpid() == self._owner and self._close.alive:
-            libc.punch(self.file, offset, nbytes)
+            libc.punch_hole(self.file, offset, nbytes)
 
     def at(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """What is at a place, where there must be memory."""
-        # Ranks come back to the same places, and to find a view costs a tenth of what it costs to make one.
+        """A view of reserved memory, by its offset in the file."""
+        # Ranks use the same offsets again and again. Finding a view is ten times as fast as making one.
         view = self._views.get((offset, nbytes, dtype))
         if view is None:
-            if len(self._views) >= _VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(mode=False):  # it is kept, and written to by others in no such mode
+            # The view is kept, and may be written to later outside inference mode.
+            with torch.inference_mode(mode=False):
                 view = self._views[offset, nbytes, dtype] = self._bytes(offset, nbytes).view(dtype)
         return view
 
@@ -141,7 +147,7 @@ class Segment:
         window = self._windows.get((start, length))
         if window is None:
             window = self._windows[start, length] = self._map(start, length)
-            if len(self._windows) > _WINDOWS:
+            if len(self._windows) > _MAX_WINDOWS:
                 self._windows.popitem(last=False)
         return window[offset - start : offset - start + nbytes]
 
@@ -152,15 +158,43 @@ class Segment:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class RankLocks:
+    """Tells which of the ranks that share a segment have ended.
+
+    Each rank holds a lock on a byte of its own. The locks are POSIX record locks: Linux drops them when the
+    process ends, however it ends; a forked child does not inherit them; and they work between PID namespaces.
+    Linux also drops them when the process closes any descriptor of the file, so there must be only one.
+
+    Args:
+        segment: the file that the ranks share.
+        rank: this rank's number among them; it counts as alive from now on.
+    """
+
+    def __init__(self, segment: Segment, rank: int) -> None:
+        self._segment = segment
+        fcntl.lockf(segment.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LOCKS + rank)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether another rank's process is gone."""
+        offset = _LOCKS + rank
+        try:
+            # A shared lock, so that two ranks that look at the same time do not see each other.
+            fcntl.lockf(self._segment.file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, offset, os.SEEK_SET)
+        except OSError:
+            return False
+        fcntl.lockf(self._segment.file, fcntl.LOCK_UN, 1, offset, os.SEEK_SET)
+        return True
+
+
 def round_up(nbytes: int) -> int:
-    """To whole pages."""
+    """A number of bytes, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def _window(offset: int, nbytes: int) -> tuple[int, int]:
-    """Which part of the file to map for some bytes of it."""
-    start = offset // _WINDOW * _WINDOW
-    if offset + nbytes <= start + _WINDOW:
-        return start, _WINDOW
+    """Which part of the file to map in order to see some bytes of it: its offset and length."""
+    start = offset // _WINDOW_BYTES * _WINDOW_BYTES
+    if offset + nbytes <= start + _WINDOW_BYTES:
+        return start, _WINDOW_BYTES
     start = offset // PAGE * PAGE
     return start, round_up(offset + nbytes - start)

@@ -1,166 +1,168 @@
-"""What a group does through shared memory: all ranks of it, or those of each host among themselves."""
+"""The collectives of a group that go through shared memory, and between hosts if it has several."""
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.across import Across
-from paceline.comm.pending import Pending
-from paceline.comm.shm import neighbours
+from paceline.comm.host_leaders import HostLeaders
+from paceline.comm.pending import OnSlow, Pending
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
-from paceline.comm.shm.collectives import Broadcast, ReduceAlone, ReduceInPlace, adds_up_alone, as_bytes
-from paceline.comm.shm.neighbours import Gatherer, Neighbours
-from paceline.comm.shm.parts import Run, SpreadParts, SumParts
+from paceline.comm.shm.collectives import BroadcastBytes, OneShotReduce, as_bytes, prefers_one_shot
+from paceline.comm.shm.in_place import AllGatherSlices, ReduceScatterSlices, Slice, TwoShotAllReduce
+from paceline.comm.shm.local_ranks import Gatherer, LocalRanks, find_local_ranks
 
-# Up to so many bytes one rank of a host carries everything.
-_UNCUT_BYTES = 32 << 10
-# Bytes from which a tensor is broadcast by itself.
-_LARGE = 1 << 18
-# Who shares memory is found out once a process group.
-_known: "weakref.WeakKeyDictionary[Any, Neighbours | None]" = weakref.WeakKeyDictionary()
+# Up to this many bytes one host leader reduces everything: each slice would be a message.
+_ONE_LEADER_BYTES = 32 << 10
+# From this many bytes on a tensor is broadcast by itself.
+_LARGE_BYTES = 1 << 18
+# Ranks find out who shares memory once per process group.
+_known: "weakref.WeakKeyDictionary[Any, LocalRanks | None]" = weakref.WeakKeyDictionary()
 
 
-def neighbours_in(process_group: Any, group: Gatherer) -> Neighbours | None:
-    """Who shares memory in a process group; asked by all of its ranks at once."""
+def local_ranks_of(process_group: Any, group: Gatherer) -> LocalRanks | None:
+    """The ranks that share memory with this one; all ranks of the process group call this at once."""
     if process_group not in _known:
-        _known[process_group] = neighbours.find(group)
+        _known[process_group] = find_local_ranks(group)
     return _known[process_group]
 
 
-class SharedMemory:
-    """Collectives in shared memory, and between hosts of what is added up there.
+class SharedMemoryTransport:
+    """Collectives in shared memory, and between hosts of what was reduced there.
 
     Args:
-        channel: among the ranks of this host.
-        near: who they are, and who is on the other hosts.
-        across: this rank's counterparts on the other hosts; None if it has none.
+        channel: the ranks of this host.
+        local_ranks: the same ranks, and those of the other hosts.
+        leaders: the host leaders of this rank's number; None if this rank is no host leader.
 
     Attributes:
-        hosts: how many hosts there are.
-        couriers: how many ranks of each host have counterparts.
+        hosts: the number of hosts.
+        leaders: the number of host leaders per host.
         rank: this rank's number on its host.
     """
 
-    def __init__(self, channel: Channel, near: Neighbours, across: Across | None) -> None:
-        self.hosts = len(near.hosts)
-        self.couriers = near.couriers
+    def __init__(self, channel: Channel, local_ranks: LocalRanks, leaders: HostLeaders | None) -> None:
+        self.hosts = len(local_ranks.hosts)
+        self.leaders = local_ranks.leaders
         self.rank = channel.rank
         self._channel = channel
-        self._near = near
-        self._across = across
+        self._local_ranks = local_ranks
+        self._leaders = leaders
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor can go this way."""
+        """Whether a tensor can go through shared memory."""
         return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A tensor that need not be copied when it is reduced; None if there is no room for it."""
+        """A tensor that need not be copied when it is reduced; None if there is no memory left."""
         return self._channel.arena.empty(numel, dtype)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
-        if self.hosts == 1 and adds_up_alone(self._channel, tensor.nbytes):
-            return self.all_reduce_inside(tensor)
         channel = self._channel
-        reduce = ReduceInPlace(
+        if self.hosts == 1 and prefers_one_shot(channel, tensor.nbytes):
+            return self.all_reduce_on_host(tensor)
+        reduce = TwoShotAllReduce(
             channel,
             tensor,
             Tensor.add_,
             "sum",
-            carry=None if self._across is None else self._across.all_reduce,
-            # What is small is not cut: each part would be a message.
-            couriers=1 if self.hosts > 1 and tensor.nbytes <= _UNCUT_BYTES else self._slices,
+            between_hosts=None if self._leaders is None else self._leaders.all_reduce,
+            slices=self._slices(tensor.nbytes),
         )
-        return SharedPending(channel, channel.launch(reduce), tensor)
+        return SharedMemoryPending(channel, channel.launch(reduce), tensor)
 
-    @property
-    def _slices(self) -> int:
-        return self._channel.size if self.hosts == 1 else self.couriers
+    def _slices(self, nbytes: int) -> int:
+        if self.hosts == 1:
+            return self._channel.size
+        return 1 if nbytes <= _ONE_LEADER_BYTES else self.leaders
 
-    def all_reduce_inside(self, tensor: Tensor) -> Pending:
+    def all_reduce_on_host(self, tensor: Tensor) -> Pending:
         """Begin to add up a small tensor over the ranks of this host, in place."""
-        alone = ReduceAlone(self._channel, tensor, Tensor.add_, "sum")
-        return SharedPending(self._channel, self._channel.launch(alone), tensor)
+        reduce = OneShotReduce(self._channel, tensor, Tensor.add_, "sum")
+        return SharedMemoryPending(self._channel, self._channel.launch(reduce), tensor)
 
-    def sum_parts(self, tensor: Tensor, part: Tensor, runs: Sequence[Run], *, factor: float) -> Pending:
-        """Begin to add up this rank's runs of the tensors of all ranks of this host, times a factor."""
-        sums = SumParts(self._channel, tensor, part, runs, factor)
-        return SharedPending(self._channel, self._channel.launch(sums), part)
+    def reduce_scatter_slices(
+        self, tensor: Tensor, part: Tensor, slices: Sequence[Slice], *, factor: float
+    ) -> Pending:
+        """Begin to add up this rank's slices of the tensors of all ranks of this host, times a factor."""
+        reduce = ReduceScatterSlices(self._channel, tensor, part, slices, factor)
+        return SharedMemoryPending(self._channel, self._channel.launch(reduce), part)
 
-    def spread_parts(self, tensor: Tensor, part: Tensor, runs: Sequence[Run]) -> Pending:
-        """Begin to write this rank's runs into the tensors of all ranks of this host."""
-        spread = SpreadParts(self._channel, tensor, part, runs)
-        return SharedPending(self._channel, self._channel.launch(spread), tensor)
+    def all_gather_slices(self, tensor: Tensor, part: Tensor, slices: Sequence[Slice]) -> Pending:
+        """Begin to write this rank's slices into the tensors of all ranks of this host."""
+        gather = AllGatherSlices(self._channel, tensor, part, slices)
+        return SharedMemoryPending(self._channel, self._channel.launch(gather), tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
-        """Make tensors equal to those of one rank: inside its host, to each other host, inside those."""
-        [home] = [number for number, ranks in enumerate(self._near.hosts) if source in ranks]
-        own = self._near.ranks
+        """Make tensors equal to those of one rank: on its host, between hosts, on the other hosts."""
+        [host] = [number for number, ranks in enumerate(self._local_ranks.hosts) if source in ranks]
+        own = self._local_ranks.ranks
         if source in own:
-            self._broadcast_inside(tensors, own.index(source))
-        if self._across is not None and self.rank == 0:
-            self._across.broadcast(tensors, host=home, bytes_at_once=bytes_at_once)
+            self._broadcast_on_host(tensors, own.index(source))
+        if self._leaders is not None and self.rank == 0:
+            self._leaders.broadcast(tensors, host=host, bytes_at_once=bytes_at_once)
         if source not in own:
-            self._broadcast_inside(tensors, 0)
+            self._broadcast_on_host(tensors, 0)
 
-    def _broadcast_inside(self, tensors: Sequence[Tensor], source: int) -> None:
+    def _broadcast_on_host(self, tensors: Sequence[Tensor], source: int) -> None:
         small = []
         for tensor in tensors:
-            if tensor.nbytes < _LARGE or not tensor.is_contiguous():
+            if tensor.nbytes < _LARGE_BYTES or not tensor.is_contiguous():
                 small.append(tensor)
             else:
-                self._channel.run(Broadcast(self._channel, as_bytes(tensor), root=source))
+                self._channel.run(BroadcastBytes(self._channel, as_bytes(tensor), root=source))
         if small:
             self._broadcast_together(small, source)
 
     def _broadcast_together(self, tensors: Sequence[Tensor], source: int) -> None:
         flat = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
-        self._channel.run(Broadcast(self._channel, flat, root=source))
+        self._channel.run(BroadcastBytes(self._channel, flat, root=source))
         if self._channel.rank != source:
             parts = flat.split([tensor.nbytes for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 _set_bytes(tensor, part)
 
-    def keep_moving(self) -> None:
+    def make_progress(self) -> None:
         """Do what can be done without waiting for anyone."""
         if self._channel.in_flight:
-            with contextlib.suppress(Exception):  # who waits for it is told
+            with contextlib.suppress(Exception):  # the next wait raises it
                 self._channel.advance()
 
-    def give_back(self) -> None:
-        """Have no more memory than what lives there."""
-        self._channel.give_back_staging()
+    def release_staging(self) -> None:
+        """Release the memory of the staging buffers; waits for what is in flight."""
+        self._channel.release_staging()
 
-    def finish_behind(self) -> None:
-        """Do this rank's part of what is in flight in a thread, for the others' sake."""
-        self._channel.finish_behind()
+    def finish_in_background(self) -> None:
+        """Let a thread do this rank's part of what is in flight, because other ranks need it."""
+        self._channel.finish_in_background()
 
 
 def _set_bytes(tensor: Tensor, data: Tensor) -> None:
     if tensor.is_contiguous():
         as_bytes(tensor).copy_(data)
-    else:  # a clone begins where any type may
+    else:  # a clone is aligned for any type
         tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
-class SharedPending:
-    """A reduction in shared memory."""
+class SharedMemoryPending:
+    """A collective in shared memory."""
 
     def __init__(self, channel: Channel, launched: Launched, tensor: Tensor) -> None:
         self._channel = channel
         self._launched: Launched | None = launched
         self._tensor = tensor
 
-    def wait(self, unusual: Callable[[], None]) -> Tensor:
+    def wait(self, on_slow: OnSlow) -> Tensor:
         """Wait until the tensor holds the result; returns it."""
         if self._launched is not None:
-            self._channel.wait(self._launched, unusual)
-            self._launched = None  # it has views of the tensor, which may be taken for somebody else's
+            self._channel.wait(self._launched, on_slow)
+            # It has views of the tensor, and others count those to see whether somebody holds it.
+            self._launched = None
         return self._tensor
 
     def done(self) -> bool:
@@ -168,4 +170,4 @@ class SharedPending:
         if self._launched is None:
             return True
         self._channel.advance()
-        return self._channel.over(self._launched)
+        return self._channel.is_over(self._launched)

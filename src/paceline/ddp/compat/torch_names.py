@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm.group import Group
-from paceline.comm.optimizers import overlapped
+from paceline.comm.torch_distributed import as_overlapped_optimizer
 from paceline.data_parallel.scatter_gather import gather, scatter_kwargs
 from paceline.ddp.compat.builtin_hooks import builtin_hook
 from paceline.ddp.compat.logging_data import construction_data
@@ -249,7 +249,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
     def _share_memory(self) -> None:
         """Reduce in shared memory where that can be done; every rank of the group does this at once."""
         if self._transport.may_share and self.device_type == "cpu":
-            self._group.share_memory(room=sum(slot.nbytes for slot in self._slots.slots))
+            self._group.share_memory(nbytes=sum(slot.nbytes for slot in self._slots.slots))
 
     @property
     def _distributed_rank(self) -> int:
@@ -304,7 +304,7 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             optim_params = list(optim_params)
             self._refuse_foreign(optim_params)
         try:
-            overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
+            as_overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
             self.reducer.accumulation.no_weights = (
                 "a fused optimizer steps before weights are known, so contributions cannot be weighed"
             )

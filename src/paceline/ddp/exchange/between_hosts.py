@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
-from paceline.comm.shm.parts import Run
-from paceline.comm.shm.transport import SharedMemory
+from paceline.comm.shm.in_place import Slice
+from paceline.comm.shm.transport import SharedMemoryTransport
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.comm_hook import check_result
@@ -70,7 +70,7 @@ class LeaderShare:
     """
 
     bucket: DenseBucket
-    runs: Sequence[Run]
+    runs: Sequence[Slice]
 
 
 class BetweenHosts:
@@ -82,15 +82,15 @@ class BetweenHosts:
         hook: the hook.
     """
 
-    def __init__(self, group: Group, shared: SharedMemory, hook: Hook) -> None:
+    def __init__(self, group: Group, shared: SharedMemoryTransport, hook: Hook) -> None:
         self._shared = shared
         self._hook = hook
-        self._leaders_group = group.hosts()
+        self._leaders_group = group.open_leader_group()
         if self._leaders_group is not None:
             hook.meet(self._leaders_group)
         # The hook averages over hosts, which may differ in their number of ranks.
         self._factor = shared.hosts / group.size
-        self._leaders = HostLeaders(shared.couriers)
+        self._leaders = HostLeaders(shared.leaders)
         self._shares: WeakKeyDictionary[DenseBucket, LeaderShare] = WeakKeyDictionary()
         self._summing: deque[HostsReduction] = deque()
         self._weight: Pending | None = None
@@ -99,7 +99,7 @@ class BetweenHosts:
         """A step begins: the weights of this host's ranks are summed too."""
         self._summing.clear()  # of a step that every rank left at the same point
         given = torch.tensor([weight is not None, weight or 0.0], dtype=torch.float64)
-        self._weight = self._shared.all_reduce_inside(given)
+        self._weight = self._shared.all_reduce_on_host(given)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:
         """Tell the hook that the step has ended well."""
@@ -122,11 +122,13 @@ class BetweenHosts:
 
     def sum(self, bucket: DenseBucket, share: LeaderShare) -> Pending:
         """Begin to sum inside the host."""
-        return self._shared.sum_parts(bucket.storage, share.bucket.storage, share.runs, factor=self._factor)
+        return self._shared.reduce_scatter_slices(
+            bucket.storage, share.bucket.storage, share.runs, factor=self._factor
+        )
 
     def spread(self, bucket: DenseBucket, share: LeaderShare) -> Pending:
         """Begin to give this rank's share to every rank of the host."""
-        return self._shared.spread_parts(bucket.storage, share.bucket.storage, share.runs)
+        return self._shared.all_gather_slices(bucket.storage, share.bucket.storage, share.runs)
 
     def run_hook(self, share: LeaderShare, number: int, *, is_last: bool) -> HookRun | None:
         """Run the hook up to its first collective; None if this rank leads for nothing in the bucket."""
@@ -164,7 +166,7 @@ class BetweenHosts:
 
     def _cut(self, bucket: DenseBucket) -> LeaderShare:
         own: list[int] = []
-        runs: list[Run] = []
+        runs: list[Slice] = []
         width = 2 if bucket.gradients.is_complex() else 1
         offset = 0
         leaders = self._leaders.of(bucket.slots)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Group, is_grad_bucket_type
+from paceline.comm.group import Group
 from paceline.comm.pending import FuturePending, Pending
+from paceline.comm.torch_distributed import is_grad_bucket_type
 from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.exchange.exchange import Exchange, OnSlow
 from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.comm.group import Group
-from paceline.comm.joining import Joinable
+from paceline.comm.torch_distributed import Joinable
 from paceline.tensors.dtensor import local_of
 
 # An optimizer to other ranks: its class, and which slots each of its parameter groups has.

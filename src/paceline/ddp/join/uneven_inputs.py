@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.joining import Join, Joinable, JoinHook, leave
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
 from paceline.ddp.compat.logging_samples import Stats
 from paceline.ddp.join.attendance import Attendance, attend
 from paceline.ddp.join.optimizer_state import take_over, watch_optimizers
@@ -156,4 +156,4 @@ class UnevenInputs(Joinable):
                 source=last.authority,
                 bytes_at_once=self.broadcast_bucket_size,
             )
-        leave(self)
+        disable_join(self)

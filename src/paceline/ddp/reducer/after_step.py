@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.optimizers import take_over
+from paceline.comm.torch_distributed import remove_in_backward_hooks
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.step_report import StepSummary
 from paceline.ddp.state.precision import Precision
@@ -34,7 +34,7 @@ class AfterStep:
     def find_optimizers(self) -> None:
         """Look for optimizers that step inside backward, and keep torch's own hooks from stepping them."""
         self._with_optimizer = [each for each in self._parameters if _optimizers(each)]
-        take_over(self._with_optimizer)
+        remove_in_backward_hooks(self._with_optimizer)
 
     def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
         """Wait for futures after the next step."""

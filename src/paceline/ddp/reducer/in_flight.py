@@ -115,7 +115,7 @@ class InFlight:
             except BrokenHookError:
                 raise
             except HookError as error:
-                self._group.roll_call.tell_why(self._step, repr(error))
+                self._group.peer_notes.note_reason(self._step, repr(error))
                 self.mistake = self.mistake or error
                 self.outcome = StepOutcome.RAISED_IN_BACKWARD
             else:
@@ -147,7 +147,7 @@ class InFlight:
         if self._exchange.carries_report:
             return
         if self.mistake is not None:
-            self._group.roll_call.tell_why(self._step, repr(self.mistake))
+            self._group.peer_notes.note_reason(self._step, repr(self.mistake))
         failed = torch.zeros(self._group.size, device=self._set.report.device)
         failed[self._group.rank] = self.mistake is not None
         with self._naming_report() as on_slow:
@@ -161,7 +161,7 @@ class InFlight:
         """Raise, on every rank alike, if the ranks' reports do not add up to a step."""
         for rank, outcome in summary.raised.items():
             where = "forward" if outcome is StepOutcome.RAISED_IN_FORWARD else "backward"
-            reason = self._group.roll_call.why(self._step, rank) or "an exception"
+            reason = self._group.peer_notes.reason(self._step, rank) or "an exception"
             raise PeerError(
                 f"rank {rank} raised {reason} in {where} of step {self._step}; the step is lost on every "
                 f"rank, and its gradients are dropped (here: rank {self._group.rank})"
@@ -244,15 +244,15 @@ class InFlight:
         except RuntimeError as error:
             if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
                 # Ranks of other hosts cannot see what has happened on this one.
-                self._group.roll_call.tell_why(self._step, repr(error))
-                self._group.roll_call.break_off(self._step, f"bucket {number}")
+                self._group.peer_notes.note_reason(self._step, repr(error))
+                self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
             raise StalledError(self._describe_stall(bucket, number, error)) from error
 
     def _describe_stall(self, bucket: Bucket, number: int, error: Exception) -> str:
         names = [slot.name for slot in bucket.slots]
         if len(names) > _NAMES_SHOWN:
             names = [*names[:2], "…", names[-1]]
-        missing = self._group.roll_call.missing(self._step, number)
+        missing = self._group.peer_notes.missing(self._step, number)
         who = f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
         return (
             f"bucket {number} ({', '.join(names)}) of step {self._step} was not reduced on rank "
@@ -264,14 +264,14 @@ class InFlight:
         """A wait takes long: say so to the others, and see whether another rank has given up."""
         if time.monotonic() > self._deadline:
             raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
-        notes = self._group.roll_call
-        notes.post(self._step, number)
-        for rank in notes.broken(self._step):
-            why = notes.why(self._step, rank)
+        notes = self._group.peer_notes
+        notes.note_waiting(self._step, number)
+        for rank in notes.stopped(self._step):
+            why = notes.reason(self._step, rank)
             if why is None:  # that rank only heard of another's exception, as this one is about to
                 continue
             self.broken = f"rank {rank} raised {why} of step {self._step}"
-            notes.break_off(self._step, f"waiting for bucket {number}")
+            notes.note_stopped(self._step, f"waiting for bucket {number}")
             raise PeerError(
                 f"{self.broken}; the step is lost on every rank, and its gradients are dropped "
                 f"(here: rank {self._group.rank}, waiting for bucket {number})"
@@ -288,12 +288,12 @@ class InFlight:
 
     def _break_off(self, number: int, error: BaseException) -> None:
         self.broken = f"{error!r} in the hook for bucket {number}"
-        self._group.roll_call.tell_why(self._step, self.broken)
-        self._group.roll_call.break_off(self._step, f"bucket {number}")
+        self._group.peer_notes.note_reason(self._step, self.broken)
+        self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
 
     def _refuse_to_go_on(self) -> None:
         """Raise unless every rank stopped at the same point, so that nobody waits for anyone."""
-        points = self._group.roll_call.all_broken(self._step)
+        points = self._group.peer_notes.wait_until_all_stopped(self._step)
         if len(points) < self._group.size or len({*points.values()}) > 1:
             raise StepError(
                 f"the ranks' collectives no longer match: {self.broken}, and only the hook knows what it "

@@ -281,7 +281,7 @@ class Reducer:
             try:
                 in_flight = self._current.in_flight
                 if in_flight.broken is None:
-                    self.group.roll_call.tell_why(self.step_number, reason)
+                    self.group.peer_notes.note_reason(self.step_number, reason)
                     in_flight.launch_zeros(outcome)
             finally:
                 self.drop()
@@ -292,7 +292,7 @@ class Reducer:
         # What is in flight still reads and writes the storage.
         if self._step is not None:
             self._step.is_lost = True
-        context.group.finish_behind()
+        context.group.finish_in_background()
         context.recorder.ended(Kind.LOST)
         for bucket in context.bucket_set.buckets:
             bucket.reset()

@@ -126,7 +126,7 @@ class Step:
         if full or context.exchange.one_at_a_time:
             while self.in_flight.has_room and (next_ := self._order.pop()) is not None:
                 self._launch(next_)
-        context.group.keep_moving()
+        context.group.make_progress()
 
     def contribute_nothing(self) -> None:
         """This rank has no inputs left: contribute zeros, and report it."""

@@ -20,7 +20,7 @@ def broadcast_state(
     """Make parameters, and buffers if asked, equal to those of one rank."""
     tensors = _state(module, ignored, buffers=buffers)
     group.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
-    group.give_back()  # what all of a module needs, no step does
+    group.release_staging()  # what all of a module needs, no step does
 
 
 def _state(module: nn.Module, ignored: Collection[str], *, buffers: bool) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.probing import pair_group
+from paceline.comm.rendezvous import pair_group
 from paceline.tools.doctor.finding import Finding, notice, ok
 
 CHECK = "speed"
@@ -55,7 +55,7 @@ def measure(rank: int, hosts: Sequence[str], *, seconds: float) -> list[Measured
 def _measure(group: Group, *, is_near: bool) -> list[Measured]:
     found: list[Measured] = [{"transport": GLOO, **_speed(group)}]
     if is_near:
-        group.share_memory(room=2 * SIZES[-1])
+        group.share_memory(nbytes=2 * SIZES[-1])
         if group.shared is not None:
             found.append({"transport": SHARED, **_speed(group)})
     return found

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.group import Group
-from paceline.comm.probing import gloo_group, meet, reduced_dtypes
-from paceline.comm.shm.neighbours import host_id
+from paceline.comm.probing import reduced_dtypes
+from paceline.comm.rendezvous import gloo_group, rendezvous_from_environment
+from paceline.comm.shm.local_ranks import host_id
 from paceline.tools.doctor import clocks, network, pairs, ports, reach, software
 from paceline.tools.doctor.board import Board
 from paceline.tools.doctor.report import MEETING, Report
@@ -36,7 +37,7 @@ def _examine(report: Report) -> None:
     # Before there are threads, which forks would be without.
     own = facts()
     _see_meeting_place()
-    store, rank, world = meet(seconds=SECONDS)
+    store, rank, world = rendezvous_from_environment(seconds=SECONDS)
     board = Board(store, rank=rank, world=world, seconds=SECONDS)
     report.facts = board.share("facts", own)
     if None in report.facts:

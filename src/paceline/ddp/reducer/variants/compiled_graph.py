@@ -11,8 +11,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from paceline.comm.functional import all_reduced
 from paceline.comm.group import Group
+from paceline.comm.torch_distributed import traced_all_reduce
 from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.exchange.comm_hook import CommHook
 from paceline.ddp.exchange.exchange import Exchange
@@ -58,6 +58,6 @@ def traced_reduction(reducer: ReductionSettings) -> Callable[[Tensor], None]:
                 f"{here.exchange.name} cannot be used in a compiled backward; run backward outside of it"
             )
         else:
-            grad.copy_(all_reduced(grad / here.group.size, here.group.process_group))
+            grad.copy_(traced_all_reduce(grad / here.group.size, here.group.process_group))
 
     return reduce

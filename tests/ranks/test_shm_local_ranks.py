@@ -1,4 +1,4 @@
-"""Who shares memory, by proof; and what happens where somebody cannot."""
+"""Which ranks share memory, by proof; and what happens where a rank cannot."""
 
 import gc
 import os
@@ -13,10 +13,10 @@ from torch import distributed, nn
 
 from paceline import DistributedDataParallel
 from paceline.comm.group import Group
-from paceline.comm.shm import libc, neighbours
+from paceline.comm.shm import libc
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collectives import Barrier, Broadcast
-from paceline.comm.shm.neighbours import HOST_VARIABLE, Neighbours
+from paceline.comm.shm.collectives import Barrier, BroadcastBytes
+from paceline.comm.shm.local_ranks import HOST_VARIABLE, LocalRanks, find_local_ranks
 from paceline.comm.shm.segment import Segment
 from paceline.testing import RankPool
 
@@ -32,7 +32,7 @@ def find_on_rank(rank: int, arrange: Callable[..., None], *args: Any) -> tuple[A
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         arrange(rank, patch, *args)
-        found = neighbours.find(Group(distributed.group.WORLD))
+        found = find_local_ranks(Group(distributed.group.WORLD))
     what = None if found is None else (found.hosts, found._segment.is_limited, found._segment.path)
     del found
     gc.collect()
@@ -97,7 +97,7 @@ def test_ranks_of_one_machine_share_a_file_without_a_name(pair: RankPool) -> Non
 
 
 @pytest.mark.parametrize("arrange", [cannot_see_each_other, no_memfd])
-def test_where_that_cannot_be_opened_it_is_a_file_in_shm_without_a_word(
+def test_where_that_cannot_be_opened_it_is_a_file_in_shm_without_a_warning(
     pair: RankPool, arrange: Callable[..., None]
 ) -> None:
     for (found, limited, path), said in find(pair, arrange):
@@ -105,7 +105,7 @@ def test_where_that_cannot_be_opened_it_is_a_file_in_shm_without_a_word(
         assert not Path(path).exists()
 
 
-def test_where_nothing_helps_one_rank_says_so_once(pair: RankPool) -> None:
+def test_where_no_file_can_be_shared_one_rank_warns_once(pair: RankPool) -> None:
     (first, warned), (second, silent) = find(pair, no_way)
     assert (first, second, silent) == (None, None, [])
     [text] = warned
@@ -141,7 +141,7 @@ class Counting(nn.Module):
         return self.weight.sum() * (distributed.get_rank() + 1)
 
 
-def steps_without_room(rank: int) -> tuple[float, bool, list[str]]:
+def steps_without_memory(rank: int) -> tuple[float, bool, list[str]]:
     def full(self: Segment, offset: int, nbytes: int) -> None:
         if nbytes >= MIB and rank == 1:
             raise OSError(28, "No space left on device")
@@ -160,33 +160,33 @@ def steps_without_room(rank: int) -> tuple[float, bool, list[str]]:
     return mean, ddp._group.shared is None, [str(each.message) for each in caught]
 
 
-def test_a_wrapper_without_room_on_one_rank_goes_over_the_process_group_on_all(pair: RankPool) -> None:
-    (mean, alone, warned), (other_mean, other_alone, silent) = pair.run(steps_without_room)
+def test_a_wrapper_without_memory_on_one_rank_uses_the_process_group_on_all(pair: RankPool) -> None:
+    (mean, alone, warned), (other_mean, other_alone, silent) = pair.run(steps_without_memory)
     assert (mean, other_mean, alone, other_alone, silent) == (1.5, 1.5, True, True, [])
     [text] = warned
     assert "not enough shared memory" in text
     assert "rank 1: [Errno 28]" in text
 
 
-def opened(near: Neighbours, group: Group, room: int = MIB) -> Channel:
-    channel = near.open(group, room=room, timeout=10.0)
+def opened(local_ranks: LocalRanks, group: Group, nbytes: int = MIB) -> Channel:
+    channel = local_ranks.open_channel(group, nbytes=nbytes, timeout=10.0)
     assert channel is not None
     return channel
 
 
 def memory_after_channels(_: int, channels: int) -> list[int]:
     group = Group(distributed.group.WORLD)
-    near = neighbours.find(group)
-    assert near is not None
+    local_ranks = find_local_ranks(group)
+    assert local_ranks is not None
     used = []
     for _turn in range(channels):
-        channel = opened(near, group)
+        channel = opened(local_ranks, group)
         block = channel.arena.empty(MIB, torch.uint8)
-        channel.run(Broadcast(channel, torch.zeros(3 * MIB, dtype=torch.uint8), root=0))
-        channel.run(Broadcast(channel, torch.zeros(3 * MIB, dtype=torch.uint8), root=1))
+        channel.run(BroadcastBytes(channel, torch.zeros(3 * MIB, dtype=torch.uint8), root=0))
+        channel.run(BroadcastBytes(channel, torch.zeros(3 * MIB, dtype=torch.uint8), root=1))
         del channel, block
         distributed.barrier()
-        used.append(os.fstat(near._segment.file).st_blocks * 512)
+        used.append(os.fstat(local_ranks._segment.file).st_blocks * 512)
     return used
 
 
@@ -197,16 +197,16 @@ def test_channels_that_are_gone_on_every_rank_give_their_memory_back(pair: RankP
 
 def outlives(rank: int) -> list[int]:
     group = Group(distributed.group.WORLD)
-    near = neighbours.find(group)
-    assert near is not None
-    first = opened(near, group)
+    local_ranks = find_local_ranks(group)
+    assert local_ranks is not None
+    first = opened(local_ranks, group)
     kept = first if rank else None
     del first
-    second = opened(near, group)
-    third = opened(near, group)
+    second = opened(local_ranks, group)
+    third = opened(local_ranks, group)
     for channel in (second, third):
         channel.run(Barrier(channel))
-    result = [near._segment.at(0, 1).numel(), len(near._unused), len(near._dropped)]
+    result = [local_ranks._segment.at(0, 1).numel(), len(local_ranks._unused), len(local_ranks._dropped)]
     del kept
     return result
 
@@ -238,5 +238,5 @@ def wraps_nothing(_: int) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_a_wrapper_that_needs_no_room_is_no_reason_for_a_warning(pair: RankPool) -> None:
+def test_a_wrapper_that_needs_no_memory_is_no_reason_for_a_warning(pair: RankPool) -> None:
     assert pair.run(wraps_nothing) == [[], []]

@@ -1,0 +1,192 @@
+"""Collectives of tensors that live in shared memory, where each rank works on its slice of every tensor.
+
+A tensor that does not live there is copied to staging buffers and back, chunk by chunk.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from paceline.comm.pending import Pending
+from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.collective import CHUNK_BYTES, ChunkViews, Collective
+from paceline.comm.shm.collectives import ReduceFunction, chunk_count
+
+# Begins to combine a tensor with those of other hosts, in place.
+ReduceBetweenHosts = Callable[[Tensor], Pending]
+# The first element, and the one behind the last.
+Slice: TypeAlias = tuple[int, int]
+
+
+class TwoShotAllReduce(Collective):
+    """Combines tensors: each rank reduces one slice, and then writes it into the tensors of all ranks.
+
+    Args:
+        channel: the ranks of this host.
+        tensor: contiguous; holds the result in the end.
+        op: combines one tensor into another.
+        name: the name of the op.
+        between_hosts: combines with other hosts, if there are any.
+        slices: the number of ranks that have a slice; all if None.
+    """
+
+    awaits_done = True
+
+    def __init__(
+        self,
+        channel: Channel,
+        tensor: Tensor,
+        op: ReduceFunction,
+        name: str,
+        *,
+        between_hosts: ReduceBetweenHosts | None = None,
+        slices: int | None = None,
+    ) -> None:
+        self._flat = tensor.view(-1)
+        self._op = op
+        self._between_hosts = between_hosts
+        self._rank = channel.rank
+        self._size = channel.size
+        self._slices = slices or channel.size
+        self._chunk_numel = CHUNK_BYTES // tensor.itemsize
+        self.text = f"all_reduce {name} in place {tensor.numel()} {tensor.dtype}"
+        self.chunks = chunk_count(tensor.numel(), self._chunk_numel)
+        self.span = channel.arena.span_of(tensor)
+
+    def nbytes(self, chunk: int, rank: int) -> int:  # noqa: ARG002  # the same on all ranks
+        """The length of the chunk."""
+        numel = min(self._chunk_numel, self._flat.numel() - chunk * self._chunk_numel)
+        return numel * self._flat.itemsize
+
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy the chunk to the staging buffer."""
+        views.of(self._rank, self._flat.dtype).copy_(self._chunk(chunk))
+
+    def exchange(self, chunk: int, views: ChunkViews) -> Pending | None:
+        """Combine the slices of all ranks into this rank's."""
+        if self._rank >= self._slices:
+            return None
+        own, *others = self._views_of_slice(chunk, views)
+        for theirs in others:
+            self._op(own, theirs)
+        return None if self._between_hosts is None else self._between_hosts(own)
+
+    def distribute(self, chunk: int, views: ChunkViews) -> None:
+        """Write the result into the tensors of all ranks."""
+        if self._rank < self._slices:
+            own, *others = self._views_of_slice(chunk, views)
+            for theirs in others:
+                theirs.copy_(own)
+
+    def copy_out(self, chunk: int, views: ChunkViews) -> None:
+        """Copy the chunk from the staging buffer."""
+        self._chunk(chunk).copy_(views.of(self._rank, self._flat.dtype))
+
+    def _chunk(self, chunk: int) -> Tensor:
+        return self._flat[chunk * self._chunk_numel : (chunk + 1) * self._chunk_numel]
+
+    def _views_of_slice(self, chunk: int, views: ChunkViews) -> list[Tensor]:
+        """This rank's slice, in its own tensor and in those of the other ranks."""
+        numel = self.nbytes(chunk, self._rank) // self._flat.itemsize
+        share = -(-numel // self._slices)
+        bounds = min(numel, self._rank * share), min(numel, (self._rank + 1) * share)
+        ranks = [self._rank, *(rank for rank in range(self._size) if rank != self._rank)]
+        return [views.of(rank, self._flat.dtype, bounds) for rank in ranks]
+
+
+class _SliceCollective(Collective):
+    """What ReduceScatterSlices and AllGatherSlices have in common.
+
+    Args:
+        channel: the ranks of this host.
+        text: what it is.
+        tensor: flat, of the same length on every rank.
+        part: this rank's slices, one after the other.
+        slices: where they are in the tensor; slices of different ranks do not overlap.
+    """
+
+    def __init__(
+        self, channel: Channel, text: str, tensor: Tensor, part: Tensor, slices: Sequence[Slice]
+    ) -> None:
+        self._tensor = tensor
+        self._part = part
+        self._slices = slices
+        self._rank = channel.rank
+        self._size = channel.size
+        self._chunk_numel = CHUNK_BYTES // tensor.itemsize
+        self.text = f"{text} {tensor.numel()} {tensor.dtype}"
+        self.chunks = chunk_count(tensor.numel(), self._chunk_numel)
+        self.span = channel.arena.span_of(tensor)
+
+    def nbytes(self, chunk: int, rank: int) -> int:  # noqa: ARG002  # the same on all ranks
+        """The length of the chunk."""
+        return self._chunk(chunk).nbytes
+
+    def _chunk(self, chunk: int) -> Tensor:
+        return self._tensor[chunk * self._chunk_numel : (chunk + 1) * self._chunk_numel]
+
+    def _slices_in(self, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+        """This rank's slices as far as they are in a chunk: where in it, and their elements of ``part``."""
+        first, last = chunk * self._chunk_numel, (chunk + 1) * self._chunk_numel
+        before = 0
+        for start, end in self._slices:
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                yield (
+                    slice(low - first, high - first),
+                    self._part[before + low - start : before + high - start],
+                )
+            before += end - start
+
+    def _typed(self, data: Tensor) -> Tensor:
+        return data.view(self._tensor.dtype)
+
+
+class ReduceScatterSlices(_SliceCollective):
+    """Each rank adds up its slices of all ranks' tensors, which stay as they are.
+
+    Args:
+        channel: the ranks of this host.
+        tensor: what is added up.
+        part: holds the sums in the end.
+        slices: where this rank's slices are in the tensor.
+        factor: what each tensor is multiplied by before it is added, so that low precision does not overflow.
+    """
+
+    def __init__(
+        self, channel: Channel, tensor: Tensor, part: Tensor, slices: Sequence[Slice], factor: float
+    ) -> None:
+        super().__init__(channel, "reduce_scatter of slices", tensor, part, slices)
+        self._factor = factor
+
+    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+        """Copy the chunk to the staging buffer."""
+        self._typed(views[self._rank]).copy_(self._chunk(chunk))
+
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Add up in the order of the ranks."""
+        for where, part in self._slices_in(chunk):
+            torch.mul(self._typed(views[0])[where], self._factor, out=part)
+            for rank in range(1, self._size):
+                part.add_(self._typed(views[rank])[where], alpha=self._factor)
+
+
+class AllGatherSlices(_SliceCollective):
+    """Each rank writes its slices into the tensors of all ranks."""
+
+    awaits_done = True
+
+    def __init__(self, channel: Channel, tensor: Tensor, part: Tensor, slices: Sequence[Slice]) -> None:
+        super().__init__(channel, "all_gather of slices", tensor, part, slices)
+
+    def exchange(self, chunk: int, views: ChunkViews) -> None:
+        """Write this rank's slices."""
+        for where, part in self._slices_in(chunk):
+            for rank in range(self._size):
+                self._typed(views[rank])[where].copy_(part)
+
+    def copy_out(self, chunk: int, views: ChunkViews) -> None:
+        """Copy the chunk from the staging buffer."""
+        self._chunk(chunk).copy_(self._typed(views[self._rank]))
