@@ -24,7 +24,7 @@ from paceline.ddp.exchange.comm_hook import CommHook, check_hook
 from paceline.ddp.exchange.exchange import LowPrecisionAverage
 from paceline.ddp.exchange.rounds import Rounds, rounds_of
 from paceline.ddp.join.uneven_inputs import UnevenInputs
-from paceline.ddp.recorded import describer
+from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.autograd_hooks import current_backward, during_backward, mark
 from paceline.ddp.reducer.planner import Planner
 from paceline.ddp.reducer.reducer import Reducer
@@ -232,7 +232,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 
     @property
     def recorder(self) -> Recorder:
-        """What each step's parts took on this rank; ``recorder.write(folder)`` for ``paceline report``."""
+        """Records this rank's steps; ``recorder.write(folder)`` writes what ``paceline report`` reads."""
         return self.reducer.recorder
 
     def _syncs_now(self) -> bool:
@@ -416,7 +416,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             self._buffers_in_module,
             as_views=self.gradient_as_bucket_view,
             strict=self._limits(trainable) if self._strict else None,
-            about=describer(self.module, self._slots.slots, caps=self._caps.sizes, device=self.device),
+            recorder=make_recorder(self.module, slots, parameters, caps=self._caps.sizes, device=self.device),
             precision=self._lower_precision(),
         )
         if self.mixed_precision is not None:

@@ -147,7 +147,7 @@ class Flight:
             bucket = self._fleet.buckets[number]
             try:
                 self._land(bucket, number, pending)
-                self._recorder.done(number)
+                self._recorder.reduced(number)
                 if hand_out:
                     bucket.hand_out()
             except BrokenHookError:
@@ -163,7 +163,7 @@ class Flight:
         if not self._exchange.carries_waybill:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
             self._exchange_waybill(report)
-        self._recorder.landed()
+        self._recorder.all_reduced()
         return self._fleet.waybill.read(self._fleet.tail)
 
     def average(self, bucket: Bucket, number: int) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.ddp.buckets.plan import Plan as BucketPlan
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.exchange import Average, Exchange
 from paceline.ddp.reducer.accumulation import Accumulation
@@ -38,9 +37,9 @@ from paceline.ddp.reducer.variants.distributed_autograd import RemoteGrads
 from paceline.ddp.state.buffers import ModuleBuffers
 from paceline.ddp.state.precision import Precision
 from paceline.errors import StepError, UnsupportedError
-from paceline.recording.chapter import About, Bucket, Plan
-from paceline.recording.recorder import Recorder, folder_from_environment
-from paceline.recording.rows import Kind
+from paceline.recording.recorder import Recorder
+from paceline.recording.rows import StepKind
+from paceline.recording.writer import PlanDescription
 from paceline.tensors.dtensor import LocalParameter, Trained, whole_parameter
 
 
@@ -63,7 +62,7 @@ class Reducer(TorchNames):
         buffers: the module's buffers; each step tells the ranks whether anyone's have changed.
         as_views: whether gradients are views of the buckets' storage.
         strict: raises where torch's reducer raises.
-        about: what a recording of the wrapper is of.
+        recorder: takes the times of events.
         precision: what lowers the parameters for forward and backward, if anything does.
 
     Attributes:
@@ -75,7 +74,6 @@ class Reducer(TorchNames):
         expected: whether a forward was called since the last backward of the lane.
         lane: the reducers of the group, which take turns.
         step: how many steps there were.
-        recorder: stamps what happens.
         summary: what the ranks said of the last step.
         error: the last error in words.
         remote: watches distributed autograd.
@@ -92,7 +90,7 @@ class Reducer(TorchNames):
         *,
         as_views: bool,
         strict: Strict | None,
-        about: Callable[[Group], About],
+        recorder: Recorder,
         precision: Precision | None = None,
     ) -> None:
         self.slots = slots
@@ -109,8 +107,7 @@ class Reducer(TorchNames):
         self.weighs = True
         self.step = 0
         self.summary: Summary | None = None
-        self.recorder = Recorder(map(id, self._whole), folder_from_environment())
-        self._about = about
+        self.recorder = recorder
         self.error: str | None = None
         self._buffers = buffers
         self._as_views = as_views
@@ -352,7 +349,8 @@ class Reducer(TorchNames):
                     self._learn(self._current.finalise())
                 if self._lend is not _nothing_lent:
                     self._accumulation.slots = accumulated
-                self.recorder.ended(Kind.SHADOW if self._current.flight.is_shadow else Kind.ORDINARY)
+                kind = StepKind.NO_INPUTS if self._current.flight.is_shadow else StepKind.ORDINARY
+                self.recorder.step_ended(kind)
             except BaseException:
                 self.drop()
                 raise
@@ -393,7 +391,7 @@ class Reducer(TorchNames):
         # What is in flight still reads and writes the storage.
         self._given_up = None if self._step is None else self._step.flight
         self.group.finish_behind()
-        self.recorder.ended(Kind.LOST)
+        self.recorder.step_ended(StepKind.LOST)
         for bucket in self.fleet.buckets:
             bucket.reset()
         for slot in self.planner.order:
@@ -444,14 +442,9 @@ class Reducer(TorchNames):
             as_views=self._as_views,
             skips_unused=self.strict is not None and self.strict.skips_unused,
         )
-        self.recorder.follow(self._described(plan), self._about(self.group))
+        self.recorder.follow(PlanDescription(plan.buckets, self.exchange.name), self.group)
         self._unwatched = set(self.planner.order)
         self._watch()
-
-    def _described(self, plan: BucketPlan) -> Plan:
-        sizes = [sum(self.slots[slot].nbytes for slot in members) for members in plan.buckets]
-        buckets = [Bucket(members, size) for members, size in zip(plan.buckets, sizes, strict=True)]
-        return Plan(buckets, self.exchange.name)
 
     def _watch(self) -> None:
         """Put hooks on the planned parameters; on one that is frozen on this rank as soon as it is thawed."""
