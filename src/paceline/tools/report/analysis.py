@@ -124,7 +124,7 @@ def analyse(whole: WrapperRun) -> RunAnalysis:
     """The analysis of one wrapper's run."""
     all_parts = _part_times(whole)
     stragglers = find_stragglers(whole, all_parts, quartiles(_step_times(whole))[1])
-    run = _with_current_stragglers(whole, stragglers)
+    run = _since_last_straggler(whole, stragglers)
     parts = all_parts if run is whole else _part_times(run)
     figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, parts, strict=True)]
     step_ns = quartiles(_step_times(run))
@@ -213,7 +213,7 @@ def _first_step(run: WrapperRun) -> int:
     return min(timeline[StepColumn.STEP][0] for timeline in run.timelines)
 
 
-def _with_current_stragglers(run: WrapperRun, stragglers: Sequence[Straggler]) -> WrapperRun:
+def _since_last_straggler(run: WrapperRun, stragglers: Sequence[Straggler]) -> WrapperRun:
     """The steps since the last straggler became one, if there are enough of them."""
     since = max(
         (each.first_step for each in stragglers if each.last_step is None and not each.first_step_error),

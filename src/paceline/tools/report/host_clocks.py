@@ -9,11 +9,18 @@ the middle between them.
 
 import statistics
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.recording.reader import PlanRecording
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind
+
 # Steps that share one offset. Clocks drift by some microseconds per second, so it must not be too many.
 WINDOW = 64
+
+_LAUNCHES = len(StepColumn) + BucketColumn.LAUNCH
+_REDUCED = len(StepColumn) + BucketColumn.REDUCED
 
 # A bucket on one host: when its last rank launched it, and when its first rank saw it reduced.
 BucketSpan = tuple[int, int]
@@ -51,6 +58,26 @@ class ClockOffset:
 SAME_CLOCK = ClockOffset((0,), (0,), (0,))
 
 
+def host_key(recording: PlanRecording) -> str:
+    """Equal for ranks that share a clock: those of one boot of one machine."""
+    return str(recording.description.get("boot") or recording.description.get("host"))
+
+
+def clock_offsets(recordings: Sequence[PlanRecording]) -> dict[str, ClockOffset]:
+    """What must be added to each host's times to get those of the first host, by ``host_key``."""
+    hosts: dict[str, list[PlanRecording]] = defaultdict(list)
+    for recording in recordings:
+        hosts[host_key(recording)].append(recording)
+    (first, reference), *others = hosts.items()
+    offsets = {first: SAME_CLOCK}
+    if others:
+        reference_spans = _bucket_spans(reference)
+        for name, own in others:
+            guess = int(own[0].description["epoch"]) - int(reference[0].description["epoch"])
+            offsets[name] = clock_offset(reference_spans, _bucket_spans(own), guess=guess)
+    return offsets
+
+
 def clock_offset(
     reference: Mapping[int, Sequence[BucketSpan]],
     other: Mapping[int, Sequence[BucketSpan]],
@@ -83,3 +110,27 @@ def _bounds(reference: Sequence[BucketSpan], other: Sequence[BucketSpan]) -> Ite
     for (our_launch, our_reduced), (their_launch, their_reduced) in zip(reference, other, strict=False):
         if our_launch and our_reduced and their_launch and their_reduced:
             yield our_launch - their_reduced, our_reduced - their_launch
+
+
+def _bucket_spans(recordings: Sequence[PlanRecording]) -> dict[int, list[BucketSpan]]:
+    """The spans of the buckets of each step on one host, without steps that one of its ranks has lost."""
+    spans: dict[int, list[BucketSpan]] = {}
+    lost: set[int] = set()
+    for recording in recordings:
+        for row in recording.rows:
+            launches, reduced = row[_LAUNCHES :: len(BucketColumn)], row[_REDUCED :: len(BucketColumn)]
+            own = list(zip(launches, reduced, strict=True))
+            step = row[StepColumn.STEP]
+            if row[StepColumn.KIND] & StepKind.LOST:
+                lost.add(step)
+            known = spans.get(step)
+            spans[step] = (
+                own if known is None else [_intersection(*pair) for pair in zip(known, own, strict=True)]
+            )
+    return {step: each for step, each in spans.items() if step not in lost}
+
+
+def _intersection(one: BucketSpan, other: BucketSpan) -> BucketSpan:
+    if not all((*one, *other)):
+        return (0, 0)
+    return max(one[0], other[0]), min(one[1], other[1])

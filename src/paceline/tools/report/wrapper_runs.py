@@ -13,13 +13,11 @@ from typing import Any
 from paceline.errors import RecordingError
 from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
-from paceline.tools.report.host_clocks import SAME_CLOCK, BucketSpan, ClockOffset, clock_offset
+from paceline.tools.report.host_clocks import SAME_CLOCK, ClockOffset, clock_offsets, host_key
 
 _NUMBERS = ("world", "hosts", "epoch", "first_cap", "cap", "version")
 _TEXTS = ("module", "backend", "transport", "device", "exchange", "unit", "host", "boot")
 _NOT_TIMES = (StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT)
-_LAUNCHES = len(StepColumn) + BucketColumn.LAUNCH
-_REDUCED = len(StepColumn) + BucketColumn.REDUCED
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,12 @@ class RankTimeline:
         description: what the rank wrote about itself; see ``PlanRecording``.
         columns: the columns of ``StepColumn``, then ``BucketColumn`` for each bucket.
         sums: sums over blocks of all steps, whatever their plan.
-        written: how many steps the plan had in all; the columns have the last of them.
         clock: what was added to the rank's own times.
     """
 
     description: Mapping[str, Any]
     columns: Sequence[Sequence[int]]
     sums: Sequence[Sequence[int]]
-    written: int
     clock: ClockOffset
 
     @property
@@ -232,11 +228,11 @@ def _wrapper_run(recordings: Sequence[PlanRecording]) -> WrapperRun:
     sums: dict[int, list[Sequence[int]]] = defaultdict(list)
     for each in recordings:
         sums[each.rank] += each.sums
-    clocks = _clock_offsets(main)
+    clocks = clock_offsets(main)
     return WrapperRun(
         module=str(description["module"]),
         group=list(description["group"]),
-        timelines=[_timeline(each, sums[each.rank], clocks[_host(each)]) for each in main],
+        timelines=[_timeline(each, sums[each.rank], clocks[host_key(each)]) for each in main],
         plans=[_plan_summary(recordings, number, steps[number]) for number in sorted(steps)],
         missing=sorted(set(description["group"]) - {each.rank for each in main}),
     )
@@ -255,52 +251,10 @@ def _timeline(recording: PlanRecording, sums: Sequence[Sequence[int]], clock: Cl
         for index, column in enumerate(columns):
             if _is_time(index):
                 columns[index] = [time and time + more for time, more in zip(column, offsets, strict=True)]
-    return RankTimeline(recording.description, columns, sums, recording.written, clock)
+    return RankTimeline(recording.description, columns, sums, clock)
 
 
 def _is_time(column: int) -> bool:
     if column < len(StepColumn):
         return column not in _NOT_TIMES
     return (column - len(StepColumn)) % len(BucketColumn) != BucketColumn.LAST_SLOT
-
-
-def _host(recording: PlanRecording) -> str:
-    """What ranks that share a clock have in common: one boot of one machine."""
-    return str(recording.description.get("boot") or recording.description.get("host"))
-
-
-def _clock_offsets(recordings: Sequence[PlanRecording]) -> dict[str, ClockOffset]:
-    """What must be added to each host's times to get those of the first host."""
-    hosts: dict[str, list[PlanRecording]] = defaultdict(list)
-    for recording in recordings:
-        hosts[_host(recording)].append(recording)
-    (first, reference), *others = hosts.items()
-    offsets = {first: SAME_CLOCK}
-    if others:
-        reference_spans = _bucket_spans(reference)
-        for name, own in others:
-            guess = int(own[0].description["epoch"]) - int(reference[0].description["epoch"])
-            offsets[name] = clock_offset(reference_spans, _bucket_spans(own), guess=guess)
-    return offsets
-
-
-def _bucket_spans(recordings: Sequence[PlanRecording]) -> dict[int, list[BucketSpan]]:
-    """The spans of the buckets of each step on one host, without steps that one of its ranks has lost."""
-    spans: dict[int, list[BucketSpan]] = {}
-    lost: set[int] = set()
-    for recording in recordings:
-        for row in recording.rows:
-            launches, reduced = row[_LAUNCHES :: len(BucketColumn)], row[_REDUCED :: len(BucketColumn)]
-            own = list(zip(launches, reduced, strict=True))
-            step = row[StepColumn.STEP]
-            if row[StepColumn.KIND] & StepKind.LOST:
-                lost.add(step)
-            known = spans.get(step)
-            spans[step] = own if known is None else [_overlap(*pair) for pair in zip(known, own, strict=True)]
-    return {step: each for step, each in spans.items() if step not in lost}
-
-
-def _overlap(one: BucketSpan, other: BucketSpan) -> BucketSpan:
-    if not all((*one, *other)):
-        return (0, 0)
-    return max(one[0], other[0]), min(one[1], other[1])
