@@ -2,9 +2,9 @@
 
 python benchmarks/recorder.py [--models NAME ...] [--rounds N] [--quick] [--json FILE]
 
-Two figures a model. The step with the recorder over the step of a wrapper whose recorder does nothing, turn
-by turn in one run: on a noisy machine its spread is wider than what is looked for. So also the recorder by
-itself: the calls that a step of that model makes, timed alone, over the median step.
+Two figures per model. The first compares steps with the recorder to steps of a wrapper whose recorder does
+nothing, in turn; on a noisy machine it varies by more than the recorder costs. So the second figure times the
+recorder's calls alone, as many as a step of that model makes, and divides by the median step.
 """
 
 import argparse
@@ -37,8 +37,8 @@ REPEATS = 2000
 FIVE = ("tiny-layers", "transformer", "mlp", "conv", "parameters-5000")
 
 
-class Silent(Recorder):
-    """Does nothing in a step."""
+class SilentRecorder(Recorder):
+    """A recorder that does nothing in a step."""
 
 
 def _nothing(*_: object) -> None:
@@ -52,23 +52,23 @@ STEPWISE = (
     "backward_began",
     "ready",
     "launched",
-    "done",
+    "reduced",
     "backward_ended",
-    "landed",
-    "ended",
+    "all_reduced",
+    "step_ended",
 )
 for _name in STEPWISE:
-    setattr(Silent, _name, _nothing)
+    setattr(SilentRecorder, _name, _nothing)
 
 
 def wrap(module: nn.Module, side: str) -> paceline.DistributedDataParallel:
-    recorder = Recorder if side == RECORDED else Silent
-    with mock.patch("paceline.ddp.reducer.reducer.Recorder", recorder):
+    recorder = Recorder if side == RECORDED else SilentRecorder
+    with mock.patch("paceline.ddp.recorder_setup.Recorder", recorder):
         return paceline.DistributedDataParallel(module)
 
 
 def measure_on_rank(rank: int, name: str, rounds: int, calls: int, folder: str) -> dict[str, list[float]]:
-    """Seconds a step on either side, and of the recorder alone, a value a round."""
+    """Seconds per step with and without the recorder, and of its calls alone: one value per round."""
     with mock.patch.dict("os.environ", {"PACELINE_RECORD": folder}):
         trainings = {side: MODELS[name].make(rank) for side in (RECORDED, SILENT)}
         wrapped = {side: wrap(training.module, side) for side, training in trainings.items()}
@@ -90,7 +90,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
-    """What the recorder of this wrapper does in one step."""
+    """The calls that the recorder of this wrapper gets in one step."""
     recorder, buckets = ddp.recorder, range(len(ddp.reducer.context.bucket_set.buckets))
     first = [id(next(ddp.parameters()))]
 
@@ -104,9 +104,9 @@ def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
             recorder.launched(bucket)
         recorder.backward_ended()
         for bucket in buckets:
-            recorder.done(bucket)
-        recorder.landed()
-        recorder.ended()
+            recorder.reduced(bucket)
+        recorder.all_reduced()
+        recorder.step_ended()
         optimizer_began(first)
         optimizer_ended(first)
 

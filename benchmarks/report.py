@@ -1,4 +1,4 @@
-"""How large the page of a long run is, and how soon a browser has drawn it.
+"""How large the page of a long run is, and how long a browser takes to draw it.
 
 python benchmarks/report.py              # 8 ranks, 10,000 steps
 """
@@ -10,7 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.tools.report.report import page, recorded
+from paceline.tools.report.analysis import analyse_recording
+from paceline.tools.report.html_page import html_page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
@@ -22,7 +23,7 @@ TIMES = 5
 
 
 def opening(written: Path, profile: Path, times: int) -> list[float]:
-    """Seconds until the page is drawn, by its own clock, which starts with the opening."""
+    """Seconds until the page is drawn, by its own clock, which starts when it is opened."""
     driver = open_browser(profile)
     try:
         resize(driver, 1366, 768)
@@ -50,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room:
         folder, written = write(run, Path(room) / "recording"), Path(room) / "report.html"
         start = time.perf_counter()
-        written.write_text(page(recorded(folder)))
+        written.write_text(html_page(analyse_recording(folder)))
         made, nbytes = time.perf_counter() - start, written.stat().st_size
         seconds = opening(written, Path(room) / "profile", TIMES)
     middle = statistics.median(seconds)

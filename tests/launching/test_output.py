@@ -11,8 +11,8 @@ import pytest
 
 from paceline.tools.run.console import Console, Sink, Source
 from paceline.tools.run.lines import LONGEST_LINE, Lines
-from paceline.tools.run.live import Pace
 from paceline.tools.run.output import Output, Stream
+from paceline.tools.run.progress import RunProgress
 from paceline.tools.run.status import Status
 
 
@@ -31,8 +31,8 @@ class Pieces(io.StringIO):
         return len(text)
 
 
-def pace(step: int) -> Pace:
-    return Pace(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
+def progress(step: int) -> RunProgress:
+    return RunProgress(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
 
 
 SILENT = Status(Sink(io.StringIO()), lambda: None, lambda: 80)
@@ -152,7 +152,7 @@ def test_on_a_terminal_the_status_stays_below_what_ranks_print(monkeypatch: pyte
 
 def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    steps = iter([None, pace(3), pace(3), pace(4), pace(4)])
+    steps = iter([None, progress(3), progress(3), progress(4), progress(4)])
     status = Status(Sink(Terminal()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 1.1, 1.5, 2.0, 2.5):
@@ -163,13 +163,15 @@ def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: p
 
 
 def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = iter([pace(30), pace(99)])
+    steps = iter([progress(30), progress(99)])
     status = Status(Sink(io.StringIO()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 5.0, 11.5, 12.0):
         monkeypatch.setattr("paceline.tools.run.status.time.monotonic", lambda now=now: now)
         told.append(status.due())
-    line = "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication hidden, rank 1 last, by 4 ms"
+    line = (
+        "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication overlapped, rank 1 slowest by 4 ms"
+    )
     assert told == [None, None, line.format(30), None]
     assert status.last() == line.format(99)
 
@@ -198,7 +200,7 @@ def test_a_status_comes_back_after_other_lines(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
     sink = Sink(screen)
-    output = Output(Status(sink, lambda: pace(3), lambda: 31))
+    output = Output(Status(sink, lambda: progress(3), lambda: 31))
     wait_until(lambda: screen.getvalue().count("step 3") == 1)
     output.add(Stream(tmp_path / "pipe", Source(0, sink), log=None, is_shown=True))
     (tmp_path / "pipe").write_text("words\n")

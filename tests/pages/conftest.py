@@ -24,7 +24,7 @@ def _install() -> None:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    """Debian's chromium; installed if it is missing and we may."""
+    """Debian's chromium, which is installed if it is missing and the user is root."""
     if not _is_installed() and os.geteuid() == 0 and shutil.which("apt-get"):
         _install()
     if not _is_installed():

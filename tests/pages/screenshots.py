@@ -11,7 +11,8 @@ from browser import open_browser, resize, set_scheme, show
 from recordings import Run, Slow, write
 from selenium.webdriver import Chrome
 
-from paceline.tools.report.report import page, recorded
+from paceline.tools.report.analysis import analyse_recording
+from paceline.tools.report.html_page import html_page
 
 WIDTH, HEIGHT = 1366, 1040
 RUN = Run(
@@ -28,7 +29,7 @@ RUN = Run(
 
 
 def take(driver: Chrome, path: Path, *, height: int = HEIGHT) -> None:
-    """A picture of the page's first so many pixels."""
+    """A picture of the top of the page."""
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}
     options = {"format": "png", "clip": clip, "captureBeyondViewport": True, "optimizeForSpeed": False}
     taken = driver.execute_cdp_cmd("Page.captureScreenshot", options)
@@ -36,11 +37,11 @@ def take(driver: Chrome, path: Path, *, height: int = HEIGHT) -> None:
 
 
 def main(folder: Path) -> None:
-    """Light and dark."""
+    """Take pictures of the light and of the dark page."""
     with tempfile.TemporaryDirectory() as room:
         place = Path(room)
         written = place / "report.html"
-        written.write_text(page(recorded(write(RUN, place / "recording"))))
+        written.write_text(html_page(analyse_recording(write(RUN, place / "recording"))))
         driver = open_browser(place / "profile")
         try:
             resize(driver, WIDTH, 768)

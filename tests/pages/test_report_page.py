@@ -1,4 +1,4 @@
-"""The page in a browser: drawn from the disk, moved through, and readable."""
+"""The page in a browser: it is drawn from the disk, can be moved through, and can be read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from paceline.tools.report.report import page, recorded
+from paceline.tools.report.analysis import analyse_recording
+from paceline.tools.report.html_page import html_page
 
 pytestmark = pytest.mark.timeout(600)  # the first one may have to install the browser
 
@@ -22,19 +23,19 @@ View = tuple[float, float]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rank 2 is late by 12 ms from step 150 on; a second wrapper is on two of the ranks."""
+    """Rank 2 is late by 12 ms from step 150 on; two of the ranks have a second wrapper."""
     folder = tmp_path_factory.mktemp("run")
     slow = [Slow(2, 12, since=150)]
     write(Run(ranks=4, steps=300, jitter=0.05, slow=slow, names=[NAME], module="Encoder", stuck=1), folder)
     write(Run(ranks=4, steps=60, backward=5, module=NAME, wrapper=1, group=[0, 1]), folder)
     made = folder / "report.html"
-    made.write_text(page(recorded(folder)), "utf-8")
+    made.write_text(html_page(analyse_recording(folder)), "utf-8")
     return made
 
 
 @pytest.fixture
 def driver(browser: WebDriver, written: Path) -> WebDriver:
-    """The page, drawn on a laptop's screen, without a complaint in the console."""
+    """The page, drawn on the screen of a laptop."""
     set_scheme(browser, "light")
     resize(browser, 1366, 768)
     browser.get_log("browser")
@@ -51,7 +52,7 @@ def timeline(driver: WebDriver) -> WebElement:
 
 
 def view(driver: WebDriver) -> View:
-    """From when to when the timeline shows, in milliseconds."""
+    """The period that the timeline shows, in milliseconds."""
     canvas = timeline(driver)
     return float(canvas.get_attribute("data-from")), float(canvas.get_attribute("data-to"))
 
@@ -74,12 +75,12 @@ def colours(driver: WebDriver, canvas: str) -> int:
     return int(driver.execute_script(script, canvas))
 
 
-def test_it_is_drawn_and_names_the_slow_rank(driver: WebDriver) -> None:
+def test_it_is_drawn_and_names_the_straggler(driver: WebDriver) -> None:
     text = driver.find_element(By.TAG_NAME, "body").text
-    assert "Rank 2 has been late by 12" in text
-    assert "since step 150" in text
+    assert "Rank 2 has been a straggler since step 150: 12" in text
+    assert "behind the other ranks since step 150. In 100% of these steps" in text
     assert "It is slow in backward" in text
-    assert "Rank 2 is late: look at" in text
+    assert "Rank 2 is a straggler: look at" in text
     assert "for bucket 1, which waits for layers.8.weight" in text
     assert NAME in text
     assert not driver.find_elements(By.TAG_NAME, "img")
@@ -87,7 +88,7 @@ def test_it_is_drawn_and_names_the_slow_rank(driver: WebDriver) -> None:
     assert complaints(driver) == []
 
 
-def test_nothing_is_asked_of_the_network(driver: WebDriver) -> None:
+def test_the_network_is_not_used(driver: WebDriver) -> None:
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert driver.execute_script("return location.protocol") == "file:"
 
@@ -116,7 +117,7 @@ def test_wheel_drag_and_double_click_move_it(driver: WebDriver) -> None:
     moved = view(driver)
     assert width(moved) == pytest.approx(width(home), rel=1e-3)
     assert moved[0] < home[0]
-    # The drag has put the focus on it, so that the wheel is its own.
+    # The drag has focused it, so that the wheel zooms.
     driver.execute_script(
         "arguments[0].dispatchEvent(new WheelEvent('wheel', {deltaY: -300, cancelable: true}))", canvas
     )
@@ -158,7 +159,7 @@ def test_the_timeline_is_used_by_keyboard(driver: WebDriver) -> None:
     assert view(driver) == home
 
 
-def test_hovering_says_what_is_there(driver: WebDriver) -> None:
+def test_hovering_shows_what_is_there(driver: WebDriver) -> None:
     canvas = timeline(driver)
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     tip = driver.find_element(By.ID, "tip")
@@ -167,11 +168,11 @@ def test_hovering_says_what_is_there(driver: WebDriver) -> None:
     assert lines[0].startswith("rank ")
     assert lines[-1].startswith("step: ")
     assert tip.is_displayed()
-    ActionChains(driver).move_to_element(driver.find_element(By.ID, "verdict")).perform()
+    ActionChains(driver).move_to_element(driver.find_element(By.ID, "summary")).perform()
     assert not tip.is_displayed()
 
 
-def test_dark_is_the_systems_choice_or_the_switchs(driver: WebDriver, written: Path) -> None:
+def test_dark_is_chosen_by_the_system_or_by_the_button(driver: WebDriver, written: Path) -> None:
     def paper() -> str:
         return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -217,7 +218,7 @@ def test_nothing_is_cut_off(driver: WebDriver, written: Path, wide: int) -> None
     assert driver.execute_script(script) == [0, []]
 
 
-def test_words_can_be_read_on_their_background(driver: WebDriver, written: Path) -> None:
+def test_texts_have_enough_contrast(driver: WebDriver, written: Path) -> None:
     script = """
         const read = (colour) => colour.match(/[\\d.]+/g).map(Number);
         const light = (colour) => read(colour).slice(0, 3).map((each) => each / 255)
@@ -238,7 +239,7 @@ def test_words_can_be_read_on_their_background(driver: WebDriver, written: Path)
           if (!words || !each.offsetParent) continue;
           check(light(getComputedStyle(each).color), light(ground(each)), each.textContent);
         }
-        // Words inside the drawings.
+        // Texts inside the drawings.
         const probe = document.body.appendChild(document.createElement("i"));
         const variable = (name) => {
           probe.style.color = `var(--${name})`;
@@ -247,7 +248,7 @@ def test_words_can_be_read_on_their_background(driver: WebDriver, written: Path)
         for (let i = 0; i < 10; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
         check(variable("bucket-ink"), variable("bucket"), "bucket");
         check(variable("muted"), variable("panel"), "axis");
-        check(variable("alarm"), variable("panel"), "late rank");
+        check(variable("alarm"), variable("panel"), "straggler");
         return poor;
     """
     for scheme in ("light", "dark"):
@@ -256,13 +257,13 @@ def test_words_can_be_read_on_their_background(driver: WebDriver, written: Path)
         assert driver.execute_script(script) == []
 
 
-def test_each_wrapper_has_a_page_of_its_own(driver: WebDriver) -> None:
-    first, second = driver.find_elements(By.CSS_SELECTOR, "#sections button")
+def test_each_wrapper_has_its_own_view(driver: WebDriver) -> None:
+    first, second = driver.find_elements(By.CSS_SELECTOR, "#wrappers button")
     assert (first.text, second.text) == ("Encoder", NAME)
     second.click()
     assert "on 2 ranks, 60 steps" in driver.find_element(By.ID, "scope").text
     assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 2 ranks")
-    assert "No rank is late" in driver.find_element(By.ID, "late").text
+    assert "No rank is a straggler" in driver.find_element(By.ID, "stragglers").text
     first.click()
     assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 4 ranks")
     assert complaints(driver) == []
@@ -276,7 +277,7 @@ def test_odd_recordings_are_drawn_too(browser: WebDriver, tmp_path: Path) -> Non
     for name, run in odd.items():
         folder = tmp_path / name
         made = write(run(), folder) / "report.html"
-        made.write_text(page(recorded(folder)))
+        made.write_text(html_page(analyse_recording(folder)))
         show(browser, made)
         assert colours(browser, "timeline") > 5
         assert complaints(browser) == []

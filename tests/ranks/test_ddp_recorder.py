@@ -1,4 +1,4 @@
-"""What the recorder writes down of real steps."""
+"""What the recorder records of real steps."""
 
 import contextlib
 from pathlib import Path
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
-from paceline.recording.reader import Chapter, read
-from paceline.recording.rows import BucketColumn, Column, Kind, Sum
+from paceline.recording.reader import PlanRecording, read_recording
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind, SumColumn
 from paceline.testing import RankPool
 
 STEPS = 6
@@ -50,44 +50,51 @@ def train(_: int, folder: Path, transport: str) -> None:
     ddp.recorder.write(folder)
 
 
-def learned(folder: Path) -> list[Chapter]:
-    """Each rank's rows of the plan that the first step taught."""
-    return [chapter for chapter in read(folder) if chapter.plan == 1]
+def second_plans(folder: Path) -> list[PlanRecording]:
+    """Each rank's recording of the plan that follows the first step."""
+    return [recording for recording in read_recording(folder) if recording.plan == 1]
 
 
 def bucket_columns(row: Any, column: BucketColumn) -> list[int]:
-    return list(row[len(Column) + column :: len(BucketColumn)])
+    return list(row[len(StepColumn) + column :: len(BucketColumn)])
 
 
-def check_row(row: Any, about: dict[str, Any]) -> None:
+def check_row(row: Any, description: dict[str, Any]) -> None:
     # After a forward without gradients, module buffers are left alone once, as in torch's wrapper.
-    places = [column for column in Column if row[column] or column != Column.BUFFERS_END]
-    stamps = [row[Column.BEGIN], *(row[place] for place in places if Column.FORWARDS < place < Column.COUNT)]
+    places = [column for column in StepColumn if row[column] or column != StepColumn.BUFFERS_END]
+    stamps = [
+        row[StepColumn.BEGIN],
+        *(row[place] for place in places if StepColumn.FORWARDS < place < StepColumn.COUNT),
+    ]
     assert stamps == sorted(stamps)
     assert min(stamps) > 0
-    assert (row[Column.FORWARDS], row[Column.KIND], row[Column.COUNT]) == (1, Kind.ORDINARY, 5)
-    ready, last, launch, done = (bucket_columns(row, column) for column in BucketColumn)
+    assert (row[StepColumn.FORWARDS], row[StepColumn.KIND], row[StepColumn.COUNT]) == (
+        1,
+        StepKind.ORDINARY,
+        5,
+    )
+    ready, last, launch, reduced = (bucket_columns(row, column) for column in BucketColumn)
     assert launch == sorted(launch)
-    assert done == sorted(done)
-    for first, second, third in zip(ready, launch, done, strict=True):
-        assert row[Column.BACKWARD_START] < first <= second < third <= row[Column.LANDED]
-    for slot, bucket in zip(last, about["buckets"], strict=True):
+    assert reduced == sorted(reduced)
+    for first, second, third in zip(ready, launch, reduced, strict=True):
+        assert row[StepColumn.BACKWARD_START] < first <= second < third <= row[StepColumn.ALL_REDUCED]
+    for slot, bucket in zip(last, description["buckets"], strict=True):
         assert slot in bucket["slots"]
     # Gradients come from the last layer to the first, and of a layer's the weight's is the later.
-    assert [about["slots"][slot] for slot in last] == ["layers.2.weight", "layers.0.weight"]
+    assert [description["slots"][slot] for slot in last] == ["layers.2.weight", "layers.0.weight"]
 
 
 @pytest.mark.parametrize("transport", ["auto", "c10d"])
 def test_steps_are_recorded_in_order(pair: RankPool, tmp_path: Path, transport: str) -> None:
     pair.run(train, tmp_path, transport)
-    chapters = learned(tmp_path)
-    assert [chapter.rank for chapter in chapters] == [0, 1]
-    for chapter in chapters:
-        assert chapter.about["transport"] == {"auto": "shared memory", "c10d": "c10d"}[transport]
-        assert [row[Column.STEP] for row in chapter.rows] == list(range(1, STEPS))
-        for row in chapter.rows:
-            check_row(row, chapter.about)
-        assert sum(sums[Sum.STEPS] for sums in chapter.sums) == STEPS - 1
+    recordings = second_plans(tmp_path)
+    assert [recording.rank for recording in recordings] == [0, 1]
+    for recording in recordings:
+        assert recording.description["transport"] == {"auto": "shared memory", "c10d": "c10d"}[transport]
+        assert [row[StepColumn.STEP] for row in recording.rows] == list(range(1, STEPS))
+        for row in recording.rows:
+            check_row(row, recording.description)
+        assert sum(sums[SumColumn.STEPS] for sums in recording.sums) == STEPS - 1
 
 
 def in_the_environments_folder(rank: int, folder: Path) -> None:
@@ -98,7 +105,7 @@ def in_the_environments_folder(rank: int, folder: Path) -> None:
     with ddp.no_sync():
         step(ddp, optimizer)
     step(ddp, optimizer)
-    with contextlib.suppress(Exception):  # on the other rank it is the word of this one
+    with contextlib.suppress(Exception):  # the other rank is told, and raises too
         ddp(torch.randn(5, 8), fail=rank == 0).backward()
     step(ddp, optimizer)
     with ddp.join():
@@ -107,10 +114,12 @@ def in_the_environments_folder(rank: int, folder: Path) -> None:
     del ddp, optimizer  # which closes the last row
 
 
-def test_accumulation_lost_steps_and_shadows_are_recorded(pair: RankPool, tmp_path: Path) -> None:
+def test_accumulation_lost_steps_and_steps_without_inputs_are_recorded(
+    pair: RankPool, tmp_path: Path
+) -> None:
     pair.run(in_the_environments_folder, tmp_path)
-    first, second = learned(tmp_path)
-    assert [row[Column.FORWARDS] for row in second.rows] == [2, 1, 1, 1, 1]
-    assert [row[Column.KIND] for row in second.rows] == [0, Kind.LOST, 0, 0, 0]
-    assert [row[Column.KIND] for row in first.rows] == [0, Kind.LOST, 0, 0, Kind.SHADOW]
-    assert [row[Column.STEP] for row in first.rows] == [row[Column.STEP] for row in second.rows]
+    first, second = second_plans(tmp_path)
+    assert [row[StepColumn.FORWARDS] for row in second.rows] == [2, 1, 1, 1, 1]
+    assert [row[StepColumn.KIND] for row in second.rows] == [0, StepKind.LOST, 0, 0, 0]
+    assert [row[StepColumn.KIND] for row in first.rows] == [0, StepKind.LOST, 0, 0, StepKind.NO_INPUTS]
+    assert [row[StepColumn.STEP] for row in first.rows] == [row[StepColumn.STEP] for row in second.rows]

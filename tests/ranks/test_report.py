@@ -1,4 +1,4 @@
-"""What is read out of recordings of real steps."""
+"""The analysis of recordings of real steps."""
 
 import time
 from pathlib import Path
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
 from paceline.tools.main import main
-from paceline.tools.report.lateness import Late
-from paceline.tools.report.report import recorded
+from paceline.tools.report.analysis import analyse_recording
+from paceline.tools.report.stragglers import Straggler
 
 STEPS, SINCE, SECONDS = 40, 20, 0.03
 
 
 class Slow(nn.Module):
-    """Takes its time, if it is told to."""
+    """Sleeps in forward, as long as the caller says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,27 +44,28 @@ def train(rank: int, folder: Path, buffers: bool) -> None:
     ddp.recorder.write(folder)
 
 
-def late(folder: Path) -> Late:
-    """Who is late in the end; before, on a busy machine, anyone may have been."""
-    [(_, found)] = recorded(folder)
-    [now] = [each for each in found.late if each.until is None]
-    return now
+def current_straggler(folder: Path) -> Straggler:
+    """The straggler at the end; before, on a busy machine, any rank may have been one."""
+    [(_, analysis)] = analyse_recording(folder)
+    [current] = [each for each in analysis.stragglers if each.last_step is None]
+    return current
 
 
 def test_a_rank_that_is_slow_in_forward_is_named(pool: RankPool, tmp_path: Path) -> None:
     pool.run(train, tmp_path, False)
-    found = late(tmp_path)
-    assert (found.rank, found.part, found.where) == (1, "forward", "the end of backward")
-    assert abs(found.since - SINCE) <= 2
+    found = current_straggler(tmp_path)
+    assert (found.rank, found.slow_part, found.sync_point) == (1, "forward", "the end of backward")
+    assert abs(found.first_step - SINCE) <= 2
     assert found.late_ms > SECONDS * 500
     output = CliRunner().invoke(main, ["report", str(tmp_path)]).output
     assert "Slow on ranks 0 and 1, 40 steps" in output
-    assert "Rank 1 is late" in output
+    assert "Rank 1 is a straggler" in output
 
 
-def test_a_rank_that_is_slow_with_its_data_is_named_where_buffers_are_awaited(
+def test_a_rank_with_slow_data_is_named_where_buffers_are_synchronised(
     pool: RankPool, tmp_path: Path
 ) -> None:
     pool.run(train, tmp_path, True)
-    found = late(tmp_path)
-    assert (found.rank, found.part, found.where) == (1, "data and the rest", "the start of forward")
+    found = current_straggler(tmp_path)
+    expected = (1, "data loading and other", "the start of forward")
+    assert (found.rank, found.slow_part, found.sync_point) == expected

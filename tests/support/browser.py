@@ -1,4 +1,4 @@
-"""Debian's chromium without a window, for pages on the disk."""
+"""Opens pages from the disk in Debian's chromium, without a window."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ SECONDS = 20
 
 
 def open_browser(profile: Path) -> Chrome:
-    """A browser with a profile of its own; who opens it quits it."""
+    """A browser with its own profile; the caller quits it."""
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium") or "chromium"
     for flag in (*_FLAGS, f"--user-data-dir={profile}"):
@@ -34,19 +34,19 @@ def open_browser(profile: Path) -> Chrome:
 
 
 def resize(driver: Chrome, width: int, height: int) -> None:
-    """Give the page so much room."""
+    """Set the size of the page's window."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def set_scheme(driver: Chrome, scheme: str) -> None:
-    """What the system prefers: light or dark."""
+    """Set the colour scheme that the system prefers: light or dark."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 def show(driver: Chrome, page: Path) -> float:
-    """Open a page and wait until it is drawn; the milliseconds that it took by its own clock."""
+    """Open a page and wait until it is drawn; returns the milliseconds that it took, by its own clock."""
     driver.get(page.as_uri())
     drawn = WebDriverWait(driver, SECONDS, poll_frequency=0.02).until(
         lambda each: each.execute_script("return document.documentElement.dataset.drawn")

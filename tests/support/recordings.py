@@ -1,4 +1,4 @@
-"""Recordings of runs that never were: plausible steps of ranks, written as the recorder does."""
+"""Made-up recordings: plausible steps of several ranks, written as the recorder writes them."""
 
 import json
 import random
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.recording.chapter import About, Bucket, Chapter, Plan
-from paceline.recording.rows import BucketColumn, Column, Kind, sums_of, width
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
+from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 MS = 1_000_000
 MIB = 1 << 20
@@ -26,7 +26,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Run:
-    """What to make up; times in milliseconds."""
+    """What to make up; times are milliseconds."""
 
     ranks: int = 4
     steps: int = 40
@@ -42,18 +42,18 @@ class Run:
     jitter: float = 0.0
     count: int = 32
     slow: Sequence[Slow] = ()
-    # By rank: which host, and what its monotonic clock is ahead.
+    # The host of each rank, and by how much each host's monotonic clock is ahead.
     hosts: Sequence[int] = ()
     skews: Sequence[int] = (0,)
     drift: float = 0.0
-    kinds: Mapping[tuple[int, int], Kind] = field(default_factory=dict)
+    kinds: Mapping[tuple[int, int], StepKind] = field(default_factory=dict)
     module: str = "Net"
     names: Sequence[str] = ()
     wrapper: int = 0
     group: Sequence[int] = ()
     transport: str = "shared memory"
     exchange: str = "average"
-    # The bucket that is full only when backward ends, though later ones are full before.
+    # A bucket that is ready only when backward ends, after later ones.
     stuck: int | None = None
     seed: int = 0
 
@@ -63,19 +63,16 @@ class Run:
 
 
 def write(run: Run, folder: Path) -> Path:
-    """A teaching step with one bucket, and the others with the plan."""
+    """A first step with one bucket, and the other steps with all buckets."""
     ranks = list(run.group) or list(range(run.ranks))
     per = -(-run.parameters // run.buckets)
     # Gradients come from the last layer to the first.
     slots = list(reversed(range(run.parameters)))
-    parts = [slots[start : start + per] for start in range(0, run.parameters, per)]
-    plans = [
-        Plan([Bucket(slots, run.bucket_bytes * len(parts))], run.exchange),
-        Plan([Bucket(part, run.bucket_bytes) for part in parts], run.exchange),
-    ]
-    chapters = [
+    buckets = [slots[start : start + per] for start in range(0, run.parameters, per)]
+    plans = [PlanDescription([slots], run.exchange), PlanDescription(buckets, run.exchange)]
+    writers = [
         [
-            Chapter(_about(run, rank, ranks), plan, number, unit="samples", folder=folder)
+            PlanWriter(_describe(run, rank, ranks), plan, number, unit="samples", folder=folder)
             for number, plan in enumerate(plans)
         ]
         for rank in ranks
@@ -83,17 +80,16 @@ def write(run: Run, folder: Path) -> Path:
     simulation = _Simulation(run, ranks, plans)
     for step in range(run.steps):
         rows, begins = simulation.step(step)
-        for own, row, begin in zip(chapters, rows, begins, strict=True):
-            launches = [each for each in row[len(Column) + BucketColumn.LAUNCH :: len(BucketColumn)] if each]
-            communication = max(0, row[Column.LANDED] - min(launches)) if launches else 0
-            own[min(step, 1)].ring.append(row, sums_of(row, next_begin=begin, communication=communication))
+        for own, row, begin in zip(writers, rows, begins, strict=True):
+            communication = max(0, row[StepColumn.ALL_REDUCED] - first_launch(row))
+            own[min(step, 1)].ring.append(row, row_sums(row, next_begin=begin, communication=communication))
     if run.hosts:
         _move(run, ranks, folder)
     return folder
 
 
-def _about(run: Run, rank: int, group: Sequence[int]) -> About:
-    return About(
+def _describe(run: Run, rank: int, group: Sequence[int]) -> WrapperDescription:
+    return WrapperDescription(
         rank=rank,
         world=run.ranks,
         group=group,
@@ -111,20 +107,20 @@ def _about(run: Run, rank: int, group: Sequence[int]) -> About:
 
 
 def _move(run: Run, ranks: Sequence[int], folder: Path) -> None:
-    """Say that ranks were on other hosts; their wall clocks are wrong by a few milliseconds."""
+    """Put ranks on other hosts, whose wall clocks are wrong by a few milliseconds."""
     for place, rank in enumerate(ranks):
         for path in folder.glob(f"rank{rank}-wrapper{run.wrapper}-*.json"):
-            about = json.loads(path.read_text())
+            description = json.loads(path.read_text())
             host = run.hosts[place]
-            about |= {"host": f"node-{host}", "boot": f"boot-{host}"}
-            about["epoch"] += -run.skews[host] + 3 * MS * host
-            path.write_text(json.dumps(about))
+            description |= {"host": f"node-{host}", "boot": f"boot-{host}"}
+            description["epoch"] += -run.skews[host] + 3 * MS * host
+            path.write_text(json.dumps(description))
 
 
 class _Simulation:
-    """The true times of all ranks; rows have them as each host's clock shows them."""
+    """The true times of all ranks; the rows have them as each host's clock shows them."""
 
-    def __init__(self, run: Run, ranks: Sequence[int], plans: Sequence[Plan]) -> None:
+    def __init__(self, run: Run, ranks: Sequence[int], plans: Sequence[PlanDescription]) -> None:
         self._run = run
         self._ranks = ranks
         self._plans = plans
@@ -137,10 +133,12 @@ class _Simulation:
         rows = [self._compute(step, place, plan) for place in range(len(self._ranks))]
         self._communicate(rows, plan)
         for place, row in enumerate(rows):
-            row[Column.END] = row[Column.LANDED] + MS // 5
-            row[Column.OPTIMIZER_START] = row[Column.END] + MS // 10
-            row[Column.OPTIMIZER_END] = row[Column.OPTIMIZER_START] + self._time("optimizer", step, place)
-            self._now[place] = row[Column.OPTIMIZER_END] + self._time("data", step, place)
+            row[StepColumn.END] = row[StepColumn.ALL_REDUCED] + MS // 5
+            row[StepColumn.OPTIMIZER_START] = row[StepColumn.END] + MS // 10
+            row[StepColumn.OPTIMIZER_END] = row[StepColumn.OPTIMIZER_START] + self._time(
+                "optimizer", step, place
+            )
+            self._now[place] = row[StepColumn.OPTIMIZER_END] + self._time("data", step, place)
         skewed = [self._skewed(row, place, step) for place, row in enumerate(rows)]
         ahead = [self._ahead(place, step) for place in range(len(rows))]
         return skewed, [now + more for now, more in zip(self._now, ahead, strict=True)]
@@ -157,43 +155,47 @@ class _Simulation:
             ms *= 1 + run.jitter * self._random.random()
         return int(ms * MS)
 
-    def _compute(self, step: int, place: int, plan: Plan) -> list[int]:
+    def _compute(self, step: int, place: int, plan: PlanDescription) -> list[int]:
         run, now = self._run, self._now[place]
-        row = [0] * width(len(plan.buckets))
-        row[Column.STEP], row[Column.COUNT], row[Column.FORWARDS] = step, run.count, 1
-        row[Column.KIND] = run.kinds.get((step, self._ranks[place]), Kind.ORDINARY)
-        row[Column.BEGIN] = row[Column.FORWARD_START] = now
-        # Nobody has the first rank's buffers before everybody has come.
-        row[Column.BUFFERS_END] = max(self._now) + self._time("buffers", step, place) if run.buffers else 0
-        row[Column.FORWARD_END] = max(now, row[Column.BUFFERS_END]) + self._time("forward", step, place)
-        row[Column.BACKWARD_START] = start = row[Column.FORWARD_END] + MS // 2
+        row = [0] * row_width(len(plan.buckets))
+        row[StepColumn.STEP], row[StepColumn.COUNT], row[StepColumn.FORWARDS] = step, run.count, 1
+        row[StepColumn.KIND] = run.kinds.get((step, self._ranks[place]), StepKind.ORDINARY)
+        row[StepColumn.BEGIN] = row[StepColumn.FORWARD_START] = now
+        # No rank has the first rank's buffers before every rank has begun its forward.
+        row[StepColumn.BUFFERS_END] = (
+            max(self._now) + self._time("buffers", step, place) if run.buffers else 0
+        )
+        row[StepColumn.FORWARD_END] = max(now, row[StepColumn.BUFFERS_END]) + self._time(
+            "forward", step, place
+        )
+        row[StepColumn.BACKWARD_START] = start = row[StepColumn.FORWARD_END] + MS // 2
         length = self._time("backward", step, place)
-        row[Column.BACKWARD_END] = start + length
-        for index, bucket in enumerate(plan.buckets):
+        row[StepColumn.BACKWARD_END] = start + length
+        for index, slots in enumerate(plan.buckets):
             share = 1 if index == run.stuck else (index + 1) / len(plan.buckets)
-            cells = [start + int(length * share) - 1000 * (len(plan.buckets) - index), bucket.slots[-1], 0, 0]
-            row[len(Column) + index * 4 : len(Column) + index * 4 + 4] = cells
+            cells = [start + int(length * share) - 1000 * (len(plan.buckets) - index), slots[-1], 0, 0]
+            row[len(StepColumn) + index * 4 : len(StepColumn) + index * 4 + 4] = cells
         return row
 
-    def _communicate(self, rows: list[list[int]], plan: Plan) -> None:
-        """Buckets leave in order, and are back when all ranks' have left and the link has carried them."""
-        back = 0
+    def _communicate(self, rows: list[list[int]], plan: PlanDescription) -> None:
+        """Buckets are launched in order, and are reduced after every rank's launch, one after the other."""
+        reduced = 0
         for index in range(len(plan.buckets)):
             ready, launch = (
-                len(Column) + index * len(BucketColumn) + each
+                len(StepColumn) + index * len(BucketColumn) + each
                 for each in (BucketColumn.READY, BucketColumn.LAUNCH)
             )
             for row in rows:
                 before = row[launch - len(BucketColumn)] if index else 0
                 row[launch] = max(row[ready], before) + 10_000
-            transfer = self._run.transfer * plan.buckets[index].nbytes / self._run.bucket_bytes
+            transfer = self._run.transfer * (1 if len(plan.buckets) > 1 else self._run.buckets)
             if self._run.jitter:
                 transfer *= 1 + self._run.jitter * self._random.random()
-            back = max(back, *(row[launch] for row in rows)) + int(transfer * MS)
+            reduced = max(reduced, *(row[launch] for row in rows)) + int(transfer * MS)
             for place, row in enumerate(rows):
-                row[launch + 1] = back + place * 1000
+                row[launch + 1] = reduced + place * 1000
         for place, row in enumerate(rows):
-            row[Column.LANDED] = max(row[Column.BACKWARD_END], back + place * 1000)
+            row[StepColumn.ALL_REDUCED] = max(row[StepColumn.BACKWARD_END], reduced + place * 1000)
 
     def _ahead(self, place: int, step: int) -> int:
         run = self._run
@@ -202,8 +204,11 @@ class _Simulation:
 
     def _skewed(self, row: list[int], place: int, step: int) -> list[int]:
         ahead = self._ahead(place, step)
-        last = {len(Column) + index * 4 + BucketColumn.LAST for index in range((len(row) - len(Column)) // 4)}
-        fixed = {Column.STEP, Column.KIND, Column.FORWARDS, Column.COUNT} | last
+        last = {
+            len(StepColumn) + index * 4 + BucketColumn.LAST_SLOT
+            for index in range((len(row) - len(StepColumn)) // 4)
+        }
+        fixed = {StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT} | last
         if not ahead:
             return row
         return [each + ahead if each and index not in fixed else each for index, each in enumerate(row)]

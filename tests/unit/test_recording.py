@@ -1,4 +1,4 @@
-"""Recordings: bounded, whole at any time, readable later, and honest about what they lack."""
+"""Recordings are bounded, can be read at any time, and errors say what is missing."""
 
 import json
 import multiprocessing
@@ -10,18 +10,26 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecordingError
-from paceline.recording import ring as rings
-from paceline.recording.chapter import About, Bucket, Plan
-from paceline.recording.reader import Chapter, latest, read
+from paceline.recording import ring_buffer
+from paceline.recording.reader import PlanRecording, read_latest, read_recording
 from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
-from paceline.recording.ring import Ring
-from paceline.recording.rows import VERSION, BucketColumn, Column, Kind, Sum, sums_of, width
+from paceline.recording.ring_buffer import RingBuffer
+from paceline.recording.rows import (
+    VERSION,
+    BucketColumn,
+    StepColumn,
+    StepKind,
+    SumColumn,
+    row_sums,
+    row_width,
+)
+from paceline.recording.writer import PlanDescription, WrapperDescription
 
-PLAN = Plan([Bucket([2, 1], 800), Bucket([0], 40)], "the average")
+PLAN = PlanDescription([[2, 1], [0]], "the average")
 
 
-def about(rank: int = 0) -> About:
-    return About(
+def describe(rank: int) -> WrapperDescription:
+    return WrapperDescription(
         rank=rank,
         world=2,
         group=[0, 1],
@@ -40,7 +48,7 @@ def about(rank: int = 0) -> About:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A clock that goes on by one at each look."""
+    """A clock that advances by one each time it is read."""
     now = [1000]
 
     def tick() -> int:
@@ -49,6 +57,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
     monkeypatch.setattr("paceline.recording.recorder.time.monotonic_ns", tick)
     return tick
+
+
+def new_recorder(folder: Path | None) -> Recorder:
+    """A recorder of rank 0; what stands for the process group is the rank."""
+    recorder = Recorder([7], describe=describe, folder=folder)
+    recorder.follow(PLAN, 0)
+    return recorder
 
 
 def run(recorder: Recorder, steps: int) -> None:
@@ -63,171 +78,193 @@ def run(recorder: Recorder, steps: int) -> None:
             recorder.launched(bucket)
         recorder.backward_ended()
         for bucket in range(2):
-            recorder.done(bucket)
-        recorder.landed()
-        recorder.ended()
+            recorder.reduced(bucket)
+        recorder.all_reduced()
+        recorder.step_ended()
         optimizer_began([7])
         optimizer_ended([7])
         optimizer_began([8])  # another module's
         optimizer_ended([8])
 
 
-def recorded(folder: Path, steps: int) -> Chapter:
-    recorder = Recorder([7], folder)
-    recorder.follow(PLAN, about())
+def recorded(folder: Path, steps: int) -> PlanRecording:
+    recorder = new_recorder(folder)
     run(recorder, steps)
     recorder.close()
-    [chapter] = read(folder)
-    return chapter
+    [recording] = read_recording(folder)
+    return recording
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_step_is_written_down_as_it_happened(tmp_path: Path) -> None:
-    chapter = recorded(tmp_path, 2)
-    row = chapter.rows[1]
+def test_a_step_is_recorded_as_it_happened(tmp_path: Path) -> None:
+    recording = recorded(tmp_path, 2)
+    row = recording.rows[1]
     stamps = [
-        *(Column.FORWARD_START, Column.BUFFERS_END, Column.FORWARD_END, Column.BACKWARD_START),
-        *(len(Column) + BucketColumn.READY, len(Column) + BucketColumn.LAUNCH),
-        *(len(Column) + len(BucketColumn) + column for column in (BucketColumn.READY, BucketColumn.LAUNCH)),
-        Column.BACKWARD_END,
-        *(len(Column) + bucket * len(BucketColumn) + BucketColumn.DONE for bucket in range(2)),
-        *(Column.LANDED, Column.END, Column.OPTIMIZER_START, Column.OPTIMIZER_END),
+        *(
+            StepColumn.FORWARD_START,
+            StepColumn.BUFFERS_END,
+            StepColumn.FORWARD_END,
+            StepColumn.BACKWARD_START,
+        ),
+        *(len(StepColumn) + BucketColumn.READY, len(StepColumn) + BucketColumn.LAUNCH),
+        *(
+            len(StepColumn) + len(BucketColumn) + column
+            for column in (BucketColumn.READY, BucketColumn.LAUNCH)
+        ),
+        StepColumn.BACKWARD_END,
+        *(len(StepColumn) + bucket * len(BucketColumn) + BucketColumn.REDUCED for bucket in range(2)),
+        *(StepColumn.ALL_REDUCED, StepColumn.END, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END),
     ]
-    assert [row[stamp] - row[Column.BEGIN] for stamp in stamps] == list(range(len(stamps)))
-    assert (row[Column.STEP], row[Column.FORWARDS], row[Column.COUNT]) == (1, 1, 8)
-    assert row[len(Column) + BucketColumn.LAST] == 1
-    assert [row[Column.STEP] for row in chapter.rows] == [0, 1]
-    assert chapter.sums[0][Sum.STEP] == chapter.rows[1][Column.BEGIN] - chapter.rows[0][Column.BEGIN]
-    assert chapter.about["slots"] == ["a", "b", "c"]
-    assert chapter.about["buckets"] == [{"slots": [2, 1], "nbytes": 800}, {"slots": [0], "nbytes": 40}]
+    assert [row[stamp] - row[StepColumn.BEGIN] for stamp in stamps] == list(range(len(stamps)))
+    assert (row[StepColumn.STEP], row[StepColumn.FORWARDS], row[StepColumn.COUNT]) == (1, 1, 8)
+    assert row[len(StepColumn) + BucketColumn.LAST_SLOT] == 1
+    assert [row[StepColumn.STEP] for row in recording.rows] == [0, 1]
+    assert (
+        recording.sums[0][SumColumn.STEP]
+        == recording.rows[1][StepColumn.BEGIN] - recording.rows[0][StepColumn.BEGIN]
+    )
+    assert recording.description["slots"] == ["a", "b", "c"]
+    assert recording.description["buckets"] == [
+        {"slots": [2, 1], "nbytes": 800},
+        {"slots": [0], "nbytes": 40},
+    ]
 
 
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
-    columns, steps = width(2), 60_000
-    ring = Ring(columns, tmp_path / "rank0-wrapper0-plan0.rows")
+    columns, steps = row_width(2), 60_000
+    ring = RingBuffer(columns, tmp_path / "rank0-wrapper0-plan0.rows")
     size = (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size
     row = [0] * columns
     for step in range(steps):
-        row[Column.STEP] = step
-        row[Column.BEGIN] = 10 + 7 * step
-        row[Column.COUNT] = 3
-        ring.append(row, sums_of(row, next_begin=17 + 7 * step, communication=0))
+        row[StepColumn.STEP] = step
+        row[StepColumn.BEGIN] = 10 + 7 * step
+        row[StepColumn.COUNT] = 3
+        ring.append(row, row_sums(row, next_begin=17 + 7 * step, communication=0))
     assert (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size == size < 5_000_000
     described = {"version": VERSION, "buckets": [{}, {}], "rank": 0, "wrapper": 0, "plan": 0}
     (tmp_path / "rank0-wrapper0-plan0.json").write_text(json.dumps(described))
-    [chapter] = read(tmp_path)
-    assert chapter.written == steps
-    kept = [row[Column.STEP] for row in chapter.rows]
+    [recording] = read_recording(tmp_path)
+    assert recording.written == steps
+    kept = [row[StepColumn.STEP] for row in recording.rows]
     assert kept == list(range(steps - len(kept), steps))
     assert len(kept) > 10_000
-    assert sum(sums[Sum.STEPS] for sums in chapter.sums) == steps
-    assert sum(sums[Sum.STEP] for sums in chapter.sums) == 7 * steps
-    assert sum(sums[Sum.COUNT] for sums in chapter.sums) == 3 * steps
-    assert {sums[Sum.STEPS] for sums in chapter.sums[:-1]} == {32}
-    assert [sums[Sum.FIRST] for sums in chapter.sums] == list(range(0, steps, 32))
-    assert {sums[Sum.LONGEST] for sums in chapter.sums} == {7}
+    assert sum(sums[SumColumn.STEPS] for sums in recording.sums) == steps
+    assert sum(sums[SumColumn.STEP] for sums in recording.sums) == 7 * steps
+    assert sum(sums[SumColumn.COUNT] for sums in recording.sums) == 3 * steps
+    assert {sums[SumColumn.STEPS] for sums in recording.sums[:-1]} == {32}
+    assert [sums[SumColumn.FIRST_STEP] for sums in recording.sums] == list(range(0, steps, 32))
+    assert {sums[SumColumn.LONGEST] for sums in recording.sums} == {7}
     for rows in (5, steps % len(kept) + 5):  # the second of them begin at the end of the file
-        [newest] = latest(tmp_path, rows=rows)
-        assert [row[Column.STEP] for row in newest.rows] == list(range(steps - rows, steps))
+        [newest] = read_latest(tmp_path, rows=rows)
+        assert [row[StepColumn.STEP] for row in newest.rows] == list(range(steps - rows, steps))
 
 
-def test_a_killed_rank_leaves_what_it_had_recorded(tmp_path: Path) -> None:
+def test_the_recording_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=record_and_die, args=(tmp_path,))
     child.start()
     child.join(30)
     assert child.exitcode == -signal.SIGKILL
-    [chapter] = read(tmp_path)
-    assert [row[Column.STEP] for row in chapter.rows] == list(range(99))  # the last one was not closed
+    [recording] = read_recording(tmp_path)
+    # The row of the last one was not closed.
+    assert [row[StepColumn.STEP] for row in recording.rows] == list(range(99))
 
 
 def record_and_die(folder: Path) -> None:
-    recorder = Recorder([7], folder)
-    recorder.follow(PLAN, about())
+    recorder = new_recorder(folder)
     run(recorder, 100)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_forked_child_leaves_the_record_alone(tmp_path: Path) -> None:
-    recorder = Recorder([7], tmp_path)
-    recorder.follow(PLAN, about())
+def test_a_forked_child_does_not_change_the_recording(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
     run(recorder, 3)
     child = multiprocessing.get_context("fork").Process(target=recorder.close)
     child.start()
     child.join(30)
     assert child.exitcode == 0
-    [chapter] = read(tmp_path)
-    assert [row[Column.STEP] for row in chapter.rows] == [0, 1]
+    [recording] = read_recording(tmp_path)
+    assert [row[StepColumn.STEP] for row in recording.rows] == [0, 1]
 
 
 @pytest.mark.usefixtures("clock")
-def test_accumulating_forwards_second_backwards_and_lost_steps(tmp_path: Path) -> None:
-    recorder = Recorder([7], tmp_path)
-    recorder.follow(PLAN, about())
+def test_accumulation_second_backwards_lost_steps_and_steps_without_inputs_are_recorded(
+    tmp_path: Path,
+) -> None:
+    recorder = new_recorder(tmp_path)
     for _ in range(3):
         recorder.forward_began()
         recorder.forward_ended()
     recorder.backward_began(0)
-    recorder.ended()
+    recorder.step_ended()
     recorder.backward_began(1)  # over the same forward
-    recorder.ended(Kind.LOST)
+    recorder.step_ended(StepKind.LOST)
     recorder.backward_began(2)
-    recorder.ended(Kind.SHADOW)
+    recorder.step_ended(StepKind.NO_INPUTS)
     recorder.close()
-    [chapter] = read(tmp_path)
-    first, second, third = chapter.rows
-    assert first[Column.FORWARDS] == 3
-    assert first[Column.FORWARD_START] - first[Column.BEGIN] == 4
-    assert (second[Column.FORWARDS], second[Column.KIND]) == (0, Kind.LOST)
-    assert second[Column.BEGIN] == second[Column.BACKWARD_START]
-    assert third[Column.KIND] == Kind.SHADOW
+    [recording] = read_recording(tmp_path)
+    first, second, third = recording.rows
+    assert first[StepColumn.FORWARDS] == 3
+    assert first[StepColumn.FORWARD_START] - first[StepColumn.BEGIN] == 4
+    assert (second[StepColumn.FORWARDS], second[StepColumn.KIND]) == (0, StepKind.LOST)
+    assert second[StepColumn.BEGIN] == second[StepColumn.BACKWARD_START]
+    assert third[StepColumn.KIND] == StepKind.NO_INPUTS
 
 
-def test_another_plan_begins_a_chapter_and_of_many_the_last_are_kept(tmp_path: Path) -> None:
-    recorder = Recorder([7], tmp_path)
+def test_each_plan_has_its_own_files_and_of_many_plans_the_last_are_kept(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
     for buckets in range(1, 13):
-        recorder.follow(Plan([Bucket([0], 40)] * buckets, "the average"), about())
+        recorder.follow(PlanDescription([[0]] * buckets, "the average"), 0)
         recorder.forward_began()
         recorder.backward_began(buckets)
         recorder.launched(buckets - 1)
-        recorder.ended()
+        recorder.step_ended()
     recorder.close()
-    chapters = read(tmp_path)
-    assert [chapter.plan for chapter in chapters] == list(range(4, 12))
-    assert [chapter.rows[0][Column.STEP] for chapter in chapters] == list(range(5, 13))
+    recordings = read_recording(tmp_path)
+    assert [recording.plan for recording in recordings] == list(range(4, 12))
+    assert [recording.rows[0][StepColumn.STEP] for recording in recordings] == list(range(5, 13))
 
 
-def test_what_was_kept_in_memory_can_be_written(tmp_path: Path) -> None:
-    recorder = Recorder()
-    recorder.follow(PLAN, about())
+def test_the_wrapper_is_described_anew_for_each_group(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    run(recorder, 1)
+    recorder.follow(PLAN, 1)
+    run(recorder, 2)
+    recorder.close()
+    recordings = read_recording(tmp_path)
+    assert [(each.rank, each.plan, each.written) for each in recordings] == [(0, 0, 1), (1, 1, 2)]
+
+
+def test_a_recording_in_memory_can_be_written(tmp_path: Path) -> None:
+    recorder = new_recorder(None)
     run(recorder, 5)
     recorder.count(2, "tokens")
     recorder.write(tmp_path / "new" / "folder")
-    [chapter] = read(tmp_path / "new" / "folder")
-    assert len(chapter.rows) == 5
-    assert chapter.about["unit"] == "tokens"
+    [recording] = read_recording(tmp_path / "new" / "folder")
+    assert len(recording.rows) == 5
+    assert recording.description["unit"] == "tokens"
 
 
-def test_without_room_steps_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_kept_in_memory_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(rings.os, "posix_fallocate", full)
-    recorder = Recorder([7], tmp_path)
-    recorder.follow(PLAN, about())
-    with pytest.warns(RuntimeWarning, match=r"steps are not recorded in .*no space left"):
+    monkeypatch.setattr(ring_buffer.os, "posix_fallocate", full)
+    recorder = new_recorder(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"steps are not recorded in .* but in memory.*no space left"):
         run(recorder, 3)
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
     recorder.write(tmp_path / "later")
-    [chapter] = read(tmp_path / "later")
-    assert len(chapter.rows) == 3
+    [recording] = read_recording(tmp_path / "later")
+    assert len(recording.rows) == 3
 
 
-def test_room_is_taken_as_steps_come_and_where_it_ends_the_last_steps_are_kept(
+def test_disk_space_is_reserved_in_pieces_and_when_the_disk_is_full_the_last_steps_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = Recorder([7], tmp_path)
-    recorder.follow(PLAN, about())
+    recorder = new_recorder(tmp_path)
     run(recorder, 5)
     path = tmp_path / "rank0-wrapper0-plan0.rows"
     assert path.stat().st_blocks * 512 < 400_000 < path.stat().st_size
@@ -239,32 +276,32 @@ def test_room_is_taken_as_steps_come_and_where_it_ends_the_last_steps_are_kept(
             raise OSError("no space left on device")
         reserve(*arguments)
 
-    monkeypatch.setattr(rings.os, "posix_fallocate", hardly)
+    monkeypatch.setattr(ring_buffer.os, "posix_fallocate", hardly)
     run(recorder, 3000)
     recorder.close()
-    [chapter] = read(tmp_path)
+    [recording] = read_recording(tmp_path)
     assert len(reserved) == 3
-    assert chapter.written == 3005
-    steps = [row[Column.STEP] for row in chapter.rows]
+    assert recording.written == 3005
+    steps = [row[StepColumn.STEP] for row in recording.rows]
     assert 500 < len(steps) < 1500
     assert steps == list(range(3000 - len(steps), 3000))
-    assert sum(sums[Sum.STEPS] for sums in chapter.sums) == 3005
+    assert sum(sums[SumColumn.STEPS] for sums in recording.sums) == 3005
 
 
 @pytest.mark.parametrize(
     ("suffix", "content", "words"),
     [
         ("json", None, "there is no recording in the folder"),
-        ("json", b"{", "this is not what a rank has written"),
-        ("json", b"[1]", "this is not what a rank has written"),
-        ("json", b'{"version": 99}', "of another version of paceline"),
+        ("json", b"{", "is not the description of a recording"),
+        ("json", b"[1]", "is not the description of a recording"),
+        ("json", b'{"version": 99}', "written by another version of paceline"),
         ("rows", None, "the recording is damaged"),
-        ("rows", b"x" * 10, "cut off after 10 bytes"),
-        ("rows", b"\0" * 80_000, "does not begin as it should"),
-        ("rows", slice(80_000), "it is cut off"),
+        ("rows", b"x" * 10, "truncated after 10 bytes"),
+        ("rows", b"\0" * 80_000, "bad header"),
+        ("rows", slice(80_000), "truncated, or of another plan"),
     ],
 )
-def test_what_cannot_be_read_is_said(
+def test_the_error_says_what_cannot_be_read(
     tmp_path: Path, suffix: str, content: bytes | slice | None, words: str
 ) -> None:
     recorded(tmp_path, 3)
@@ -274,9 +311,9 @@ def test_what_cannot_be_read_is_said(
     if content is not None:
         path.write_bytes(written[content] if isinstance(content, slice) else content)
     with pytest.raises(RecordingError, match=words):
-        read(tmp_path)
+        read_recording(tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_the_error_says_that_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="there is no such folder"):
-        read(tmp_path / "none")
+        read_recording(tmp_path / "none")

@@ -25,7 +25,7 @@ from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.exchange.comm_hook import CommHook, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHook, run_registered
 from paceline.ddp.join.uneven_inputs import UnevenInputs
-from paceline.ddp.recorded import describer
+from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
 from paceline.ddp.reducer.planner import Planner
@@ -38,7 +38,7 @@ from paceline.ddp.state.precision import Precision
 from paceline.errors import OptionError, UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
 from paceline.options import CapOptions, Transport, buffer_options, strict_mode
-from paceline.recording.recorder import Recorder, folder_from_environment
+from paceline.recording.recorder import Recorder
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tracing import is_being_traced, reduces_in_graph, untraced, untraced_with_calls
@@ -233,7 +233,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
 
     @property
     def recorder(self) -> Recorder:
-        """What each step's parts took on this rank; ``recorder.write(folder)`` for ``paceline report``."""
+        """Records this rank's steps; ``recorder.write(folder)`` writes what ``paceline report`` reads."""
         return self.reducer.recorder
 
     def _syncs_now(self) -> bool:
@@ -418,10 +418,9 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             Average(self._group) if self._precision is None else LowPrecisionAverage(self._group),
             planner,
             self._buffers_in_module,
-            Recorder(map(id, parameters), folder_from_environment()),
+            make_recorder(self.module, slots, parameters, caps=self._caps.sizes, device=self.device),
             AfterStep(parameters, self._precision),
             BucketOptions(as_views=self.gradient_as_bucket_view, dtype=dtype),
-            describer(self.module, slots, caps=self._caps.sizes, device=self.device),
             strict=self._limits(trainable) if self._strict else None,
         )
         self._stats = Stats(self.reducer)

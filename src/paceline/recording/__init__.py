@@ -1,1 +1,1 @@
-"""What each rank did when: kept in bounded memory, or in files that outlive the rank. Without torch."""
+"""Records when each rank did what, in bounded memory or in files that outlive the rank; without torch."""

@@ -1,161 +1,170 @@
-"""One wrapper's record on one rank.
+"""Records when the steps of one wrapper did what, on one rank.
 
-Always on. With ``PACELINE_RECORD`` in the environment the record is kept in that folder, in files that
-``paceline report`` reads; otherwise in memory, until ``write`` is called.
+Recording is always on. With ``PACELINE_RECORD=FOLDER`` in the environment, the recording is in files in that
+folder, which ``paceline report`` reads. Otherwise it is in memory, until ``write`` is called.
 """
 
 import atexit
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from paceline.recording.chapter import About, Chapter, Plan
-from paceline.recording.rows import BucketColumn, Column, Kind, first_launch, sums_of, width
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
+from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 FOLDER_VARIABLE = "PACELINE_RECORD"
-# Plans change once or twice; who changes them all the time has the last ones recorded.
-_MOST_CHAPTERS = 8
+# Most runs have two or three plans. Of a run that changes its plan all the time, the last ones are kept.
+_MOST_PLANS = 8
 
-_BUCKETS = len(Column)
+_BUCKETS = len(StepColumn)
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
-# What the monotonic clock lacks to the time since the epoch.
+# Added to a time of the monotonic clock, it gives the time since the epoch.
 _EPOCH = time.time_ns() - time.monotonic_ns()
 
 
 class Recorder:
-    """Stamps what happens.
+    """Takes the time of each event of a step.
 
     Args:
-        parameters: the ids of what is trained, by which its optimizers are known.
-        folder: where to keep it; in memory if None.
+        parameter_ids: the ``id`` of each trained parameter, by which its optimizers are recognised.
+        describe: describes the wrapper, given the process group that it averages over.
+        folder: where the files are; the recording is kept in memory if it is None.
 
     Attributes:
         unit: what ``count`` counts.
     """
 
-    def __init__(self, parameters: Iterable[int] = (), folder: Path | None = None) -> None:
-        self._parameters = frozenset(parameters)
+    def __init__(
+        self,
+        parameter_ids: Iterable[int],
+        *,
+        describe: Callable[[Any], WrapperDescription],
+        folder: Path | None = None,
+    ) -> None:
+        self._parameter_ids = frozenset(parameter_ids)
+        self._describe = describe
         self.unit = "samples"
         self._folder = folder
-        self._chapters: list[Chapter] = []
-        self._next: tuple[Plan, About] | None = None
-        self._row = self._last = [0] * width(0)
+        self._writers: list[PlanWriter] = []
+        self._next: tuple[WrapperDescription, PlanDescription] | None = None
+        self._row = self._last = [0] * row_width(0)
         self._has_ended = False
         self._counted = 0
         self._owner = os.getpid()
         _recorders.add(self)
 
-    def follow(self, plan: Plan, about: About) -> None:
-        """Steps are of another plan, or among other ranks, from now on."""
-        self._next = plan, about
+    def follow(self, plan: PlanDescription, group: Any) -> None:
+        """From the next step on, steps have another plan or are averaged over another process group."""
+        self._next = self._describe(group), plan
 
     def count(self, number: int, unit: str | None = None) -> None:
-        """So many samples go through the step at hand; or tokens, or whatever the unit says.
+        """Add a number of samples, tokens or other units to the current step.
 
-        Between an optimizer's step and the next forward, they are the next step's.
+        Between an optimizer's step and the next forward, they are added to the next step.
         """
         if self._has_ended:
             self._counted += number
         else:
-            self._row[Column.COUNT] += number
+            self._row[StepColumn.COUNT] += number
         if unit is not None and unit != self.unit:
             self.unit = unit
-            if self._chapters:
-                self._chapters[-1].rename_unit(unit)
+            if self._writers:
+                self._writers[-1].set_unit(unit)
 
     def forward_began(self) -> None:
         """The wrapper's forward was called."""
         now = time.monotonic_ns()
         row = self._row
         if self._has_ended:
-            row = self._close(now)
-        if not row[Column.BEGIN]:
-            row[Column.BEGIN] = now
-        row[Column.FORWARDS] += 1
-        row[Column.FORWARD_START] = now
-        row[Column.BUFFERS_END] = 0
+            row = self._close_row(now)
+        if not row[StepColumn.BEGIN]:
+            row[StepColumn.BEGIN] = now
+        row[StepColumn.FORWARDS] += 1
+        row[StepColumn.FORWARD_START] = now
+        row[StepColumn.BUFFERS_END] = 0
 
     def buffers_synced(self) -> None:
-        """Module buffers are equal on all ranks."""
-        self._row[Column.BUFFERS_END] = time.monotonic_ns()
+        """The module buffers have been synchronised across ranks."""
+        self._row[StepColumn.BUFFERS_END] = time.monotonic_ns()
 
     def forward_ended(self) -> None:
-        """The module has returned."""
-        self._row[Column.FORWARD_END] = time.monotonic_ns()
+        """The module's forward has returned."""
+        self._row[StepColumn.FORWARD_END] = time.monotonic_ns()
 
     def backward_began(self, step: int) -> None:
-        """The first sign of a synced backward."""
+        """The first sign of a synchronised backward was seen."""
         now = time.monotonic_ns()
         if self._has_ended:  # a second backward over one forward
-            self._close(now)
+            self._close_row(now)
         if self._next is not None:
-            self._turn_over(*self._next)
+            self._start_plan(*self._next)
             self._next = None
         row = self._row
-        row[Column.STEP] = step
-        row[Column.BACKWARD_START] = now
-        row[Column.BEGIN] = row[Column.BEGIN] or now
+        row[StepColumn.STEP] = step
+        row[StepColumn.BACKWARD_START] = now
+        row[StepColumn.BEGIN] = row[StepColumn.BEGIN] or now
 
     def ready(self, bucket: int, slot: int) -> None:
-        """The last of a bucket's gradients is there."""
-        place = _BUCKETS + bucket * len(BucketColumn)
-        self._row[place + BucketColumn.READY] = time.monotonic_ns()
-        self._row[place + BucketColumn.LAST] = slot
+        """The last of a bucket's gradients, which is that of the slot, was computed."""
+        start = _BUCKETS + bucket * len(BucketColumn)
+        self._row[start + BucketColumn.READY] = time.monotonic_ns()
+        self._row[start + BucketColumn.LAST_SLOT] = slot
 
     def launched(self, bucket: int) -> None:
-        """A bucket left."""
+        """A bucket's reduction was launched."""
         self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.LAUNCH] = time.monotonic_ns()
 
-    def done(self, bucket: int) -> None:
-        """A bucket is back."""
-        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.DONE] = time.monotonic_ns()
+    def reduced(self, bucket: int) -> None:
+        """A bucket's reduction is complete."""
+        self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.REDUCED] = time.monotonic_ns()
 
     def backward_ended(self) -> None:
-        """The last gradient was there."""
-        self._row[Column.BACKWARD_END] = time.monotonic_ns()
+        """The last gradient was computed."""
+        self._row[StepColumn.BACKWARD_END] = time.monotonic_ns()
 
-    def landed(self) -> None:
-        """The last bucket was back."""
-        self._row[Column.LANDED] = time.monotonic_ns()
+    def all_reduced(self) -> None:
+        """The last bucket's reduction is complete."""
+        self._row[StepColumn.ALL_REDUCED] = time.monotonic_ns()
 
-    def ended(self, kind: Kind = Kind.ORDINARY) -> None:
-        """Averages have been handed out, or the step is lost."""
-        self._row[Column.END] = time.monotonic_ns()
-        self._row[Column.KIND] |= kind
+    def step_ended(self, kind: StepKind = StepKind.ORDINARY) -> None:
+        """Every parameter's ``.grad`` is the average, or the step is lost."""
+        self._row[StepColumn.END] = time.monotonic_ns()
+        self._row[StepColumn.KIND] |= kind
         self._has_ended = True
 
     def write(self, folder: Path | str) -> None:
-        """Write what is there to a folder."""
+        """Write what was recorded so far to a folder, for ``paceline report``."""
         self.close()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for chapter in self._chapters:
-            chapter.write(folder)
+        for writer in self._writers:
+            writer.copy_to(folder)
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        """No more belongs to the step at hand."""
-        # A forked child has this object and the memory too, and the step is not its own to put away.
+        """Store the row of the last step, to which nothing can be added any more."""
+        # A forked child has a copy of this object and shares its memory, but the row is not the child's.
         if self._has_ended and os.getpid() == self._owner:
-            self._close(time.monotonic_ns())
+            self._close_row(time.monotonic_ns())
 
     def durations(self) -> dict[str, int]:
-        """Of the last step: nanoseconds of forward, backward, communication, and of the last two at once."""
+        """Nanoseconds of the last step's forward, backward, communication, and overlap of the last two."""
         row = self._row if self._has_ended else self._last
         backward_start, backward_end, launch = (
-            row[Column.BACKWARD_START],
-            row[Column.BACKWARD_END],
+            row[StepColumn.BACKWARD_START],
+            row[StepColumn.BACKWARD_END],
             first_launch(row),
         )
         compute = backward_end - backward_start
         return {
-            "forward_compute_time": max(backward_start - row[Column.FORWARD_START], 0),
+            "forward_compute_time": max(backward_start - row[StepColumn.FORWARD_START], 0),
             "backward_compute_time": compute,
-            "backward_comm_time": max(row[Column.LANDED] - launch, 0),
+            "backward_comm_time": max(row[StepColumn.ALL_REDUCED] - launch, 0),
             "backward_compute_comm_overlap_time": min(max(backward_end - launch, 0), compute),
         }
 
@@ -163,59 +172,59 @@ class Recorder:
         """When the parts of the last step began and ended, in nanoseconds since the epoch."""
         row = self._row if self._has_ended else self._last
         times = {
-            "forward_compute_time_start": row[Column.FORWARD_START],
-            "backward_compute_time_start": row[Column.BACKWARD_START],
-            "backward_compute_time_end": row[Column.BACKWARD_END],
+            "forward_compute_time_start": row[StepColumn.FORWARD_START],
+            "backward_compute_time_start": row[StepColumn.BACKWARD_START],
+            "backward_compute_time_end": row[StepColumn.BACKWARD_END],
             "backward_comm_time_start": first_launch(row),
-            "backward_comm_time_end": row[Column.LANDED],
+            "backward_comm_time_end": row[StepColumn.ALL_REDUCED],
         }
         return {key: stamp + _EPOCH for key, stamp in times.items()}
 
-    def _close(self, now: int) -> list[int]:
-        """Put the row away, and begin another."""
+    def _close_row(self, now: int) -> list[int]:
+        """Store the row, and begin the next one."""
         row = self._row
-        if self._chapters:
-            sums = sums_of(row, next_begin=now, communication=self.durations()["backward_comm_time"])
-            self._chapters[-1].ring.append(row, sums)
+        if self._writers:
+            sums = row_sums(row, next_begin=now, communication=self.durations()["backward_comm_time"])
+            self._writers[-1].ring.append(row, sums)
         self._last, self._row = row, [0] * len(row)
-        self._row[Column.COUNT], self._counted = self._counted, 0
+        self._row[StepColumn.COUNT], self._counted = self._counted, 0
         self._has_ended = False
         return self._row
 
-    def _turn_over(self, plan: Plan, about: About) -> None:
-        """Begin a chapter of rows of another width, or of other buckets."""
-        number = self._chapters[-1].number + 1 if self._chapters else 0
-        self._chapters.append(Chapter(about, plan, number, unit=self.unit, folder=self._folder))
-        if len(self._chapters) > _MOST_CHAPTERS:
-            self._chapters.pop(0).remove()
-        self._row[_BUCKETS:] = [0] * (width(len(plan.buckets)) - _BUCKETS)
+    def _start_plan(self, wrapper: WrapperDescription, plan: PlanDescription) -> None:
+        """Write to new files, because another plan has other buckets and rows of another width."""
+        number = self._writers[-1].number + 1 if self._writers else 0
+        self._writers.append(PlanWriter(wrapper, plan, number, unit=self.unit, folder=self._folder))
+        if len(self._writers) > _MOST_PLANS:
+            self._writers.pop(0).delete_files()
+        self._row[_BUCKETS:] = [0] * (row_width(len(plan.buckets)) - _BUCKETS)
 
 
-def optimizer_began(parameters: Sequence[int]) -> None:
-    """An optimizer's step began; these are the ids of its parameters."""
+def optimizer_began(parameter_ids: Sequence[int]) -> None:
+    """The step of an optimizer of these parameters began."""
     now = time.monotonic_ns()
-    for recorder in _stepped(parameters):
-        recorder._row[Column.OPTIMIZER_START] = recorder._row[Column.OPTIMIZER_START] or now
+    for recorder in _recorders_of(parameter_ids):
+        recorder._row[StepColumn.OPTIMIZER_START] = recorder._row[StepColumn.OPTIMIZER_START] or now
 
 
-def optimizer_ended(parameters: Sequence[int]) -> None:
-    """An optimizer's step has ended."""
+def optimizer_ended(parameter_ids: Sequence[int]) -> None:
+    """The step of an optimizer of these parameters has ended."""
     now = time.monotonic_ns()
-    for recorder in _stepped(parameters):
-        recorder._row[Column.OPTIMIZER_END] = now
+    for recorder in _recorders_of(parameter_ids):
+        recorder._row[StepColumn.OPTIMIZER_END] = now
 
 
-def _stepped(parameters: Sequence[int]) -> "list[Recorder]":
-    """The recorders to whose last step an optimizer's step belongs."""
+def _recorders_of(parameter_ids: Sequence[int]) -> "list[Recorder]":
+    """The recorders of these parameters that are between the end of a step and the next forward."""
     return [
         recorder
         for recorder in list(_recorders)
-        if recorder._has_ended and not recorder._parameters.isdisjoint(parameters)
+        if recorder._has_ended and not recorder._parameter_ids.isdisjoint(parameter_ids)
     ]
 
 
 def folder_from_environment() -> Path | None:
-    """Where records are to be kept."""
+    """The folder that the environment asks to record in."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return Path(folder).absolute() if folder else None
 

@@ -1,137 +1,140 @@
-"""How a step is written down: a row of whole numbers, of which times are nanoseconds of the monotonic clock.
+"""The layout of recorded numbers: one row of integers per step, and sums over blocks of steps.
 
-A step's row begins with its first forward and is closed by the next step's. What has not happened is 0.
+A step's row begins with its first forward and is closed when the next step begins. Times are nanoseconds of
+the monotonic clock; 0 stands for what did not happen.
 """
 
 import enum
 from collections.abc import Sequence
 
-# Of the files; a reader knows this one only.
+# Of the file format; a reader accepts this version only.
 VERSION = 1
 
 
-class Column(enum.IntEnum):
-    """What a row begins with."""
+class StepColumn(enum.IntEnum):
+    """The first columns of a row."""
 
     STEP = 0
     """The number of the step."""
     KIND = enum.auto()
-    """A ``Kind``."""
+    """A ``StepKind``."""
     BEGIN = enum.auto()
-    """When the step's first forward was called; there are several where gradients are accumulated."""
+    """When the step's first forward was called. With gradient accumulation a step has several forwards."""
     FORWARDS = enum.auto()
-    """How many forwards there were."""
+    """How many forwards the step had."""
     FORWARD_START = enum.auto()
-    """When the last of them was called."""
+    """When the last forward was called."""
     BUFFERS_END = enum.auto()
-    """When its module buffers were equal on all ranks."""
+    """When the module buffers were synchronised for that forward."""
     FORWARD_END = enum.auto()
-    """When it returned."""
+    """When that forward returned."""
     BACKWARD_START = enum.auto()
-    """The first sign of a backward."""
+    """The first sign of the synchronised backward."""
     BACKWARD_END = enum.auto()
-    """When the last gradient was there."""
-    LANDED = enum.auto()
-    """When the last bucket was back."""
+    """When the last gradient was computed."""
+    ALL_REDUCED = enum.auto()
+    """When the last bucket was reduced."""
     END = enum.auto()
-    """When the averages had been handed out."""
+    """When every parameter's ``.grad`` was the average, or the step was lost."""
     OPTIMIZER_START = enum.auto()
     """When the first optimizer's step began."""
     OPTIMIZER_END = enum.auto()
-    """When the last one's had ended."""
+    """When the last optimizer's step ended."""
     COUNT = enum.auto()
-    """How many samples, or whatever the user counts, went through it."""
+    """How many samples, or other units that the user counts, the step processed."""
 
 
 class BucketColumn(enum.IntEnum):
-    """What follows for each bucket, in the order of the plan."""
+    """The columns that follow for each bucket, in the order of the plan."""
 
     READY = 0
-    """When the last of its gradients was there."""
-    LAST = enum.auto()
-    """The slot of that gradient."""
+    """When the last of the bucket's gradients was computed."""
+    LAST_SLOT = enum.auto()
+    """The slot (index of the parameter) of that gradient."""
     LAUNCH = enum.auto()
-    """When it left."""
-    DONE = enum.auto()
-    """When it was seen to be back."""
+    """When the bucket's reduction was launched."""
+    REDUCED = enum.auto()
+    """When its reduction was seen to be complete."""
 
 
-class Kind(enum.IntFlag):
+class StepKind(enum.IntFlag):
     """What was special about a step."""
 
     ORDINARY = 0
-    SHADOW = enum.auto()
-    """This rank had nothing left, and answered the others' collectives."""
+    NO_INPUTS = enum.auto()
+    """This rank had no inputs left, and answered the other ranks' collectives."""
     LOST = enum.auto()
-    """It was given up, here or on another rank."""
+    """An error on this rank or on another one ended the step without averaged gradients."""
 
 
-class Sum(enum.IntEnum):
-    """What is kept of many steps together; but for the first three, sums of nanoseconds."""
+class SumColumn(enum.IntEnum):
+    """The columns of a sum over a block of steps. From ``STEP`` to ``OPTIMIZER`` they are nanoseconds."""
 
     STEPS = 0
-    FIRST = enum.auto()
-    """The number of the first step."""
+    """How many steps the block has."""
+    FIRST_STEP = enum.auto()
+    """The number of the first of them."""
     START = enum.auto()
-    """When that began."""
+    """When that one began."""
     STEP = enum.auto()
-    """From one step's begin to the next one's."""
+    """From each step's begin to the next one's."""
     FORWARD = enum.auto()
     BUFFERS = enum.auto()
-    """The part of forward that went into making buffers equal."""
+    """The part of forward that synchronised module buffers."""
     BACKWARD = enum.auto()
-    EXPOSED = enum.auto()
-    """From the end of backward until the last bucket was back: communication that nothing hid."""
+    WAIT_AFTER_BACKWARD = enum.auto()
+    """From the end of this rank's backward until the last bucket was reduced."""
     COMMUNICATION = enum.auto()
-    """From the first launch until the last bucket was back."""
+    """From the first launch until the last bucket was reduced."""
     OPTIMIZER = enum.auto()
     COUNT = enum.auto()
     """How many samples."""
     LONGEST = enum.auto()
-    """Not a sum: the longest step."""
+    """The maximum instead of the sum: the longest step."""
 
 
-def width(buckets: int) -> int:
+def row_width(buckets: int) -> int:
     """How many numbers a row has."""
-    return len(Column) + buckets * len(BucketColumn)
+    return len(StepColumn) + buckets * len(BucketColumn)
+
+
+def elapsed(start: int, end: int) -> int:
+    """Nanoseconds between two recorded times; 0 if one of them did not happen."""
+    return max(0, end - start) if start and end else 0
 
 
 def first_launch(row: Sequence[int]) -> int:
-    """When the first bucket left; the end of communication if none did."""
-    launches = row[len(Column) + BucketColumn.LAUNCH :: len(BucketColumn)]
-    return min(filter(None, launches), default=row[Column.LANDED])
+    """When the first bucket was launched; if none was, when communication ended."""
+    launches = row[len(StepColumn) + BucketColumn.LAUNCH :: len(BucketColumn)]
+    return min(filter(None, launches), default=row[StepColumn.ALL_REDUCED])
 
 
-def sums_of(row: "list[int]", *, next_begin: int, communication: int) -> list[int]:
-    """One step's part in the sums.
+def row_sums(row: "list[int]", *, next_begin: int, communication: int) -> list[int]:
+    """What one step adds to the sums.
 
     Args:
-        row: the step's.
+        row: the step's row.
         next_begin: when the next step began.
-        communication: its nanoseconds of communication.
+        communication: the step's nanoseconds of communication.
     """
-    sums = [0] * len(Sum)
-    sums[Sum.STEPS] = 1
-    sums[Sum.FIRST] = row[Column.STEP]
-    sums[Sum.START] = row[Column.BEGIN]
-    sums[Sum.STEP] = sums[Sum.LONGEST] = _between(row[Column.BEGIN], next_begin)
-    sums[Sum.FORWARD] = _between(row[Column.FORWARD_START], row[Column.FORWARD_END])
-    sums[Sum.BUFFERS] = _between(row[Column.FORWARD_START], row[Column.BUFFERS_END])
-    sums[Sum.BACKWARD] = _between(row[Column.BACKWARD_START], row[Column.BACKWARD_END])
-    sums[Sum.EXPOSED] = _between(row[Column.BACKWARD_END], row[Column.LANDED])
-    sums[Sum.COMMUNICATION] = communication
-    sums[Sum.OPTIMIZER] = _between(row[Column.OPTIMIZER_START], row[Column.OPTIMIZER_END])
-    sums[Sum.COUNT] = row[Column.COUNT]
+    sums = [0] * len(SumColumn)
+    sums[SumColumn.STEPS] = 1
+    sums[SumColumn.FIRST_STEP] = row[StepColumn.STEP]
+    sums[SumColumn.START] = row[StepColumn.BEGIN]
+    sums[SumColumn.STEP] = sums[SumColumn.LONGEST] = elapsed(row[StepColumn.BEGIN], next_begin)
+    sums[SumColumn.FORWARD] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.FORWARD_END])
+    sums[SumColumn.BUFFERS] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.BUFFERS_END])
+    sums[SumColumn.BACKWARD] = elapsed(row[StepColumn.BACKWARD_START], row[StepColumn.BACKWARD_END])
+    sums[SumColumn.WAIT_AFTER_BACKWARD] = elapsed(row[StepColumn.BACKWARD_END], row[StepColumn.ALL_REDUCED])
+    sums[SumColumn.COMMUNICATION] = communication
+    sums[SumColumn.OPTIMIZER] = elapsed(row[StepColumn.OPTIMIZER_START], row[StepColumn.OPTIMIZER_END])
+    sums[SumColumn.COUNT] = row[StepColumn.COUNT]
     return sums
 
 
-def add(sums: "list[int]", more: "list[int]") -> None:
-    """Take later steps' sums in."""
-    for place in range(Sum.STEP, Sum.LONGEST):
-        sums[place] += more[place]
-    sums[Sum.STEPS] += more[Sum.STEPS]
-    sums[Sum.LONGEST] = max(sums[Sum.LONGEST], more[Sum.LONGEST])
-
-
-def _between(start: int, end: int) -> int:
-    return max(0, end - start) if start and end else 0
+def add_sums(sums: "list[int]", later: "list[int]") -> None:
+    """Add the sums of later steps, in place."""
+    for column in range(SumColumn.STEP, SumColumn.LONGEST):
+        sums[column] += later[column]
+    sums[SumColumn.STEPS] += later[SumColumn.STEPS]
+    sums[SumColumn.LONGEST] = max(sums[SumColumn.LONGEST], later[SumColumn.LONGEST])

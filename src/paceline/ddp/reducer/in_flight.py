@@ -119,7 +119,7 @@ class InFlight:
                 self.mistake = self.mistake or error
                 self.outcome = StepOutcome.RAISED_IN_BACKWARD
             else:
-                self._recorder.done(number)
+                self._recorder.reduced(number)
                 yield bucket
 
     def read_report(self, report: Callable[[], RankReport]) -> StepSummary:
@@ -127,7 +127,7 @@ class InFlight:
         if not self._exchange.carries_report:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
             self._exchange_report(report())
-        self._recorder.landed()
+        self._recorder.all_reduced()
         return self._layout.read(self._set.report)
 
     def average(self, bucket: Bucket, number: int) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypedDict
 
 import torch
@@ -33,9 +33,9 @@ from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutogr
 from paceline.ddp.state.buffers import ModuleBuffers
 from paceline.ddp.state.parameters import ReducedParameters
 from paceline.errors import StepError, UnsupportedError
-from paceline.recording.chapter import About, Bucket, Plan
 from paceline.recording.recorder import Recorder
-from paceline.recording.rows import Kind
+from paceline.recording.rows import StepKind
+from paceline.recording.writer import PlanDescription
 
 
 class Phase(enum.Enum):
@@ -114,7 +114,6 @@ class Reducer:
         recorder: Recorder,
         after_step: AfterStep,
         bucket_options: BucketOptions,
-        about: Callable[[Group], About],
         *,
         strict: StrictChecks | None,
     ) -> None:
@@ -128,7 +127,6 @@ class Reducer:
         self.step_number = 0
         self.last_summary: StepSummary | None = None
         self.last_error: str | None = None
-        self._about = about
         self._bucket_options = bucket_options
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
@@ -260,7 +258,7 @@ class Reducer:
                 if self.distributed_autograd.is_pending:
                     self.accumulation.slots = accumulated
                 has_inputs = self._current.in_flight.outcome is not StepOutcome.NO_INPUTS
-                self.recorder.ended(Kind.ORDINARY if has_inputs else Kind.SHADOW)
+                self.recorder.step_ended(StepKind.ORDINARY if has_inputs else StepKind.NO_INPUTS)
             except BaseException:
                 self.drop()
                 raise
@@ -293,7 +291,7 @@ class Reducer:
         if self._step is not None:
             self._step.is_lost = True
         context.group.finish_in_background()
-        context.recorder.ended(Kind.LOST)
+        context.recorder.step_ended(StepKind.LOST)
         for bucket in context.bucket_set.buckets:
             bucket.reset()
         context.parameters.clear_grads(self.planner.order)
@@ -457,10 +455,8 @@ class Reducer:
 
     def _follow_plan(self) -> None:
         """Have parameters' hooks and the recorder follow the plan in force."""
-        plan, slots = self.context.bucket_set.plan, self.context.parameters.slots
-        sizes = [sum(slots[slot].nbytes for slot in members) for members in plan.buckets]
-        buckets = [Bucket(members, size) for members, size in zip(plan.buckets, sizes, strict=True)]
-        self.recorder.follow(Plan(buckets, self.exchange.name), self._about(self.group))
+        plan = self.context.bucket_set.plan
+        self.recorder.follow(PlanDescription(plan.buckets, self.exchange.name), self.group)
         eager = {slot for slot in self.planner.order if self.context.bucket_set.is_large[slot]}
         if self.planner.stage is not PlanStage.GUESS:
             eager.update(members[-1] for members in plan.buckets if members)

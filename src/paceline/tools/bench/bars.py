@@ -8,7 +8,7 @@ from itertools import chain
 
 from paceline.tools.bench.measure import Timing
 from paceline.tools.bench.svg import Section
-from paceline.tools.report.words import milliseconds
+from paceline.tools.formatting import milliseconds
 
 # Sizes in pixels: the longest bar, beside it the space for names and for figures, a bar's height and others.
 WIDTH, LEFT, RIGHT = 220, 132, 78

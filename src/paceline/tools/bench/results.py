@@ -12,7 +12,7 @@ from paceline.tools.bench.collectives import Case, Seconds, shown_size
 from paceline.tools.bench.measure import Timing, processor, ratio, timing
 from paceline.tools.bench.sides import ALONE, Side
 from paceline.tools.bench.steps import Measured
-from paceline.tools.report.words import milliseconds
+from paceline.tools.formatting import milliseconds
 
 TORCH, PACELINE = Side("torch"), Side("paceline")
 

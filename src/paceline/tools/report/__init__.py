@@ -1,1 +1,1 @@
-"""What happened when."""
+"""``paceline report``: reads recordings, and says where the time of the steps went."""

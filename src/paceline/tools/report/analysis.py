@@ -1,280 +1,301 @@
-"""From a recording to findings: plain values, for the page, the terminal and scripts."""
+"""Analyses recordings: the results are plain values, for the page, the terminal and ``--json``."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from paceline.recording.rows import Column, Kind, Sum
-from paceline.tools.report.advice import Facts, Suggestion, suggestions
-from paceline.tools.report.lateness import Arrivals, Late, arrivals, late_ranks
-from paceline.tools.report.parts import (
-    Durations,
-    Part,
+from paceline.recording.reader import read_recording
+from paceline.recording.rows import StepColumn, StepKind, SumColumn
+from paceline.tools.formatting import milliseconds, rank_list
+from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
+from paceline.tools.report.step_parts import (
+    PartTimes,
+    StepPart,
     communication,
-    durations,
+    mean_parts,
     median,
+    part_times,
     quartiles,
-    shares,
-    typical,
+    typical_rows,
 )
-from paceline.tools.report.runs import PlanNote, Section, Track
-from paceline.tools.report.waits import Waits, bucket_waits
-from paceline.tools.report.words import milliseconds, ranks
+from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
+from paceline.tools.report.suggestions import RunFacts, Suggestion, suggestions
+from paceline.tools.report.wrapper_runs import PlanSummary, RankTimeline, WrapperRun, wrapper_runs
 
-_FEWEST = 8
+_FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's typical step, in milliseconds.
+    """One rank's typical step; times are milliseconds.
 
     Attributes:
-        rank: which.
-        host: where it runs.
-        step: how long a step is: first quartile, median, third.
-        parts: where it goes, on average over the middle half of its steps.
-        under_way: how long some bucket was under way.
-        hidden: how much of that was during backward.
-        mean: how long a step was on average over the whole run.
-        longest: the longest step of the run.
+        rank: the rank.
+        host: the name of its host.
+        step_ms: first quartile, median and third quartile of its steps.
+        parts: where a step goes, on average over the middle half of its steps.
+        communication_ms: how long a bucket was in flight, per step.
+        overlap_ms: how much of that was during backward.
+        mean_step_ms: the average step of the whole run.
+        longest_step_ms: the longest step of the whole run.
     """
 
     rank: int
     host: str
-    step: tuple[float, float, float]
+    step_ms: tuple[float, float, float]
     parts: Mapping[str, float]
-    under_way: float
-    hidden: float
-    mean: float
-    longest: float
+    communication_ms: float
+    overlap_ms: float
+    mean_step_ms: float
+    longest_step_ms: float
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What is known of one wrapper.
+class RunAnalysis:
+    """What the recording says about one wrapper.
 
     Attributes:
-        module: the class of what is wrapped.
-        verdict: the most important in a sentence or two.
-        group: the ranks that it averages over.
-        missing: those of them that recorded nothing.
+        module: the class name of the wrapped module.
+        summary: the most important result, in one or two sentences.
+        group: the ranks that the wrapper averages over.
+        missing_ranks: those of them that recorded nothing.
         steps: how many steps there were, with all plans.
-        recorded: how many are recorded whole.
-        first: the first of those.
-        since: the first of those that the figures below are of: what was before a rank became late is no
-            longer so.
-        lost: how many of those were given up.
-        shadowed: in how many some rank had no inputs.
-        step_ms: how long a step is: first quartile, median, third, over all ranks.
-        mean_ms: on average over the whole run.
-        parts: where it goes, on the average rank.
-        under_way_ms: how long some bucket is under way.
-        hidden: the share of that which is during backward; None if there was none.
-        rate: how many samples a second all ranks had together, in the run; None if they were not counted.
-        unit: or what else was counted.
-        ranks: each rank's figures.
-        arrivals: how each comes to where ranks meet.
-        late: who is late.
-        buckets: what each waits for.
+        detailed_steps: how many of them are recorded in detail; of the others only sums are left.
+        first_detailed_step: the first of these.
+        figures_from_step: the first step that the figures are taken from. They leave out the steps before a
+            rank became a straggler.
+        lost_steps: how many detailed steps were lost, because of an error.
+        steps_without_inputs: in how many detailed steps a rank had no inputs left.
+        step_ms: first quartile, median and third quartile of the steps of all ranks.
+        mean_step_ms: the average step of the whole run.
+        parts: where a step goes, on the average rank, in milliseconds.
+        communication_ms: how long a bucket is in flight, per step.
+        overlap: the share of that which is during backward; None if there is no communication.
+        units_per_second: how many samples all ranks processed together; None if they were not counted.
+        unit: what was counted, if not samples.
+        ranks: the figures of each rank.
+        delays: how late each rank reaches the point where ranks wait for each other.
+        stragglers: the ranks that the others wait for.
+        buckets: what each bucket waits for.
         suggestions: what to change.
-        clock_us: by how much times of different hosts may be wrong; None if nobody can say.
-        run: what else is known of it, in words.
-        plans: all plans.
+        clock_uncertainty_us: by how much times of different hosts may be wrong; None if unknown.
+        run: other facts about the run.
+        plans: all bucket plans of the wrapper.
     """
 
     module: str
-    verdict: str
+    summary: str
     group: Sequence[int]
-    missing: Sequence[int]
+    missing_ranks: Sequence[int]
     steps: int
-    recorded: int
-    first: int
-    since: int
-    lost: int
-    shadowed: int
+    detailed_steps: int
+    first_detailed_step: int
+    figures_from_step: int
+    lost_steps: int
+    steps_without_inputs: int
     step_ms: tuple[float, float, float]
-    mean_ms: float
+    mean_step_ms: float
     parts: Mapping[str, float]
-    under_way_ms: float
-    hidden: float | None
-    rate: float | None
+    communication_ms: float
+    overlap: float | None
+    units_per_second: float | None
     unit: str
     ranks: Sequence[RankFigures]
-    arrivals: Sequence[Arrivals]
-    late: Sequence[Late]
-    buckets: Sequence[Waits]
+    delays: Sequence[RankDelay]
+    stragglers: Sequence[Straggler]
+    buckets: Sequence[BucketWait]
     suggestions: Sequence[Suggestion]
-    clock_us: float | None
+    clock_uncertainty_us: float | None
     run: Mapping[str, str | int]
-    plans: Sequence[PlanNote]
+    plans: Sequence[PlanSummary]
 
 
-def analyse(whole: Section) -> Findings:
-    """What a section's rows and sums say."""
-    everything = _spent(whole)
-    late = late_ranks(whole, everything, quartiles(_lengths(whole))[1])
-    section = _now(whole, late)
-    spent = everything if section is whole else _spent(section)
-    figures = [_figures(section, track, own) for track, own in zip(section.tracks, spent, strict=True)]
-    low, middle, high = quartiles(_lengths(section))
-    hidden = statistics.fmean(each.hidden for each in figures)
-    buckets = bucket_waits(section)
-    facts = _facts(whole, section, figures, buckets, late)
-    share = hidden / facts.under_way if facts.under_way else None
-    return Findings(
-        module=section.module,
-        verdict=_verdict(facts, share),
-        group=section.group,
-        missing=section.missing,
-        steps=sum(plan.steps for plan in section.plans),
-        recorded=_recorded(whole),
-        first=_first(whole),
-        since=_first(section),
-        lost=whole.kinds(Kind.LOST),
-        shadowed=whole.kinds(Kind.SHADOW),
-        step_ms=(low / 1e6, middle / 1e6, high / 1e6),
-        mean_ms=statistics.fmean(each.mean for each in figures),
-        parts={str(part): spent for part, spent in _parts(figures).items()},
-        under_way_ms=facts.under_way,
-        hidden=share,
-        rate=_rate(section),
-        unit=str(section.about["unit"]),
+def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
+    """The runs that were recorded in a folder, one per wrapper, each with its analysis.
+
+    Raises:
+        RecordingError: there is no recording, or it cannot be read.
+    """
+    return [(run, analyse(run)) for run in wrapper_runs(read_recording(folder))]
+
+
+def analyse(whole: WrapperRun) -> RunAnalysis:
+    """The analysis of one wrapper's run."""
+    all_parts = _part_times(whole)
+    stragglers = find_stragglers(whole, all_parts, quartiles(_step_times(whole))[1])
+    run = _since_last_straggler(whole, stragglers)
+    parts = all_parts if run is whole else _part_times(run)
+    figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, parts, strict=True)]
+    step_ns = quartiles(_step_times(run))
+    buckets = bucket_waits(run)
+    facts = _facts(whole, run, figures, buckets, stragglers)
+    overlap_ms = statistics.fmean(each.overlap_ms for each in figures)
+    overlap = overlap_ms / facts.in_flight if facts.in_flight else None
+    return RunAnalysis(
+        module=run.module,
+        summary=_summary(facts, overlap),
+        group=run.group,
+        missing_ranks=run.missing,
+        steps=sum(plan.steps for plan in run.plans),
+        detailed_steps=_detailed_steps(whole),
+        first_detailed_step=_first_step(whole),
+        figures_from_step=_first_step(run),
+        lost_steps=whole.steps_of_kind(StepKind.LOST),
+        steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
+        step_ms=_in_ms(step_ns),
+        mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
+        parts={str(part): spent for part, spent in _average_parts(figures).items()},
+        communication_ms=facts.in_flight,
+        overlap=overlap,
+        units_per_second=_units_per_second(run),
+        unit=str(run.description["unit"]),
         ranks=figures,
-        arrivals=arrivals(section, middle, late),
-        late=late,
+        delays=rank_delays(run, step_ns[1], stragglers),
+        stragglers=stragglers,
         buckets=buckets,
         suggestions=suggestions(facts),
-        clock_us=None if section.clock_uncertainty is None else section.clock_uncertainty / 1e3,
-        run=_run(section),
-        plans=section.plans,
+        clock_uncertainty_us=None if run.clock_uncertainty is None else run.clock_uncertainty / 1e3,
+        run=_run_facts(run),
+        plans=run.plans,
     )
 
 
 def _facts(
-    whole: Section,
-    section: Section,
+    whole: WrapperRun,
+    run: WrapperRun,
     figures: Sequence[RankFigures],
-    buckets: Sequence[Waits],
-    late: Sequence[Late],
-) -> Facts:
+    buckets: Sequence[BucketWait],
+    stragglers: Sequence[Straggler],
+) -> RunFacts:
     """What suggestions are made from."""
-    parts = _parts(figures)
-    # A rank that comes early waits for the others at its buffers, and one that is late by its data is told of
-    # by itself: what these cost everyone is what they cost the rank with the least.
-    least = {part: min(each.parts[part] for each in figures) for part in (Part.BUFFERS, Part.BETWEEN)}
-    return Facts(
-        # Of the steps that the parts are of, so that a part is never more than the whole.
+    parts = _average_parts(figures)
+    # In these parts ranks also wait for a straggler, which has its own suggestion. What the parts cost by
+    # themselves is what they cost the rank that spends least in them.
+    least = {part: min(each.parts[part] for each in figures) for part in (StepPart.BUFFERS, StepPart.DATA)}
+    return RunFacts(
+        # The sum of the parts instead of the median step, so that a part is never more than the whole.
         step=sum(parts.values()),
         parts=parts | least,
-        under_way=statistics.fmean(each.under_way for each in figures),
-        first_ready=_first_ready(buckets, parts[Part.BACKWARD]),
+        in_flight=statistics.fmean(each.communication_ms for each in figures),
+        first_ready=_first_ready(buckets, parts[StepPart.BACKWARD]),
         buckets=[each.nbytes for each in buckets],
-        cap=int(section.about["cap"]),
-        ranks=len(section.group),
-        hosts=_hosts(section),
-        transport=str(section.about["transport"]),
-        device=str(section.about["device"]),
-        exchange=str(section.about["exchange"]),
-        late=late,
-        lost=whole.kinds(Kind.LOST) / _recorded(whole),
-        shadowed=whole.kinds(Kind.SHADOW) / _recorded(whole),
+        cap=int(run.description["cap"]),
+        ranks=len(run.group),
+        hosts=_hosts(run),
+        transport=str(run.description["transport"]),
+        device=str(run.description["device"]),
+        exchange=str(run.description["exchange"]),
+        stragglers=stragglers,
+        lost=whole.steps_of_kind(StepKind.LOST) / _detailed_steps(whole),
+        without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / _detailed_steps(whole),
     )
 
 
-def _parts(figures: Sequence[RankFigures]) -> dict[Part, float]:
-    """Where a step goes on the average rank."""
-    return {part: statistics.fmean(each.parts[part] for each in figures) for part in Part}
+def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
+    return {part: statistics.fmean(each.parts[part] for each in figures) for part in StepPart}
 
 
-def _recorded(section: Section) -> int:
-    return max(map(len, section.tracks))
+def _detailed_steps(run: WrapperRun) -> int:
+    return max(map(len, run.timelines))
 
 
-def _spent(section: Section) -> list[Durations]:
-    return [durations(track, section.last_arrivals) for track in section.tracks]
+def _part_times(run: WrapperRun) -> list[PartTimes]:
+    return [part_times(timeline, run.last_backward_ends) for timeline in run.timelines]
 
 
-def _lengths(section: Section) -> list[int]:
-    """Of all steps on all ranks, but for the last, which has no next one."""
-    return [length for track in section.tracks for length in track.lengths[: max(1, len(track) - 1)]]
+def _step_times(run: WrapperRun) -> list[int]:
+    """Of all steps on all ranks; without each rank's last step, whose time is not complete."""
+    return [time for timeline in run.timelines for time in timeline.step_times[: max(1, len(timeline) - 1)]]
 
 
-def _first(section: Section) -> int:
-    return min(track[Column.STEP][0] for track in section.tracks)
+def _first_step(run: WrapperRun) -> int:
+    return min(timeline[StepColumn.STEP][0] for timeline in run.timelines)
 
 
-def _now(section: Section, late: Sequence[Late]) -> Section:
-    """The steps since the last rank has become late, if they are enough to speak of."""
-    since = max((each.since for each in late if each.until is None and not each.give), default=0)
-    recent = section.since(since)
-    return recent if min(map(len, recent.tracks)) >= _FEWEST else section
+def _since_last_straggler(run: WrapperRun, stragglers: Sequence[Straggler]) -> WrapperRun:
+    """The steps since the last straggler became one, if there are enough of them."""
+    since = max(
+        (each.first_step for each in stragglers if each.last_step is None and not each.first_step_error),
+        default=0,
+    )
+    recent = run.from_step(since)
+    return recent if min(map(len, recent.timelines)) >= _FEWEST_STEPS else run
 
 
-def _figures(section: Section, track: Track, spent: Durations) -> RankFigures:
-    places = typical(track.lengths)
-    under_way, hidden = communication(section, track)
-    steps = max(1, sum(each[Sum.STEPS] for each in track.sums))
-    low, middle, high = quartiles(track.lengths[: max(1, len(track) - 1)])
+def _figures(run: WrapperRun, timeline: RankTimeline, parts: PartTimes) -> RankFigures:
+    rows = typical_rows(timeline.step_times)
+    in_flight, overlap = communication(run, timeline)
+    steps = max(1, sum(each[SumColumn.STEPS] for each in timeline.sums))
     return RankFigures(
-        rank=track.rank,
-        host=str(track.about["host"]),
-        step=(low / 1e6, middle / 1e6, high / 1e6),
-        parts={str(part): each / 1e6 for part, each in shares(spent, places).items()},
-        under_way=under_way / 1e6,
-        hidden=hidden / 1e6,
-        mean=sum(each[Sum.STEP] for each in track.sums) / steps / 1e6,
-        longest=max((each[Sum.LONGEST] for each in track.sums), default=0) / 1e6,
+        rank=timeline.rank,
+        host=str(timeline.description["host"]),
+        step_ms=_in_ms(quartiles(timeline.step_times[: max(1, len(timeline) - 1)])),
+        parts={str(part): spent / 1e6 for part, spent in mean_parts(parts, rows).items()},
+        communication_ms=in_flight / 1e6,
+        overlap_ms=overlap / 1e6,
+        mean_step_ms=sum(each[SumColumn.STEP] for each in timeline.sums) / steps / 1e6,
+        longest_step_ms=max((each[SumColumn.LONGEST] for each in timeline.sums), default=0) / 1e6,
     )
 
 
-def _first_ready(buckets: Sequence[Waits], backward: float) -> float:
+def _in_ms(quartiles_ns: tuple[float, float, float]) -> tuple[float, float, float]:
+    low, middle, high = quartiles_ns
+    return low / 1e6, middle / 1e6, high / 1e6
+
+
+def _first_ready(buckets: Sequence[BucketWait], backward: float) -> float:
     ready = median([times.ready for times in buckets[0].ranks]) if buckets else 0.0
     return min(1.0, max(0.0, ready / backward)) if backward else 0.0
 
 
-def _hosts(section: Section) -> int:
-    """By whose clocks differ, or by what the ranks have found, which may be less than machines."""
-    return max(1, int(section.about["hosts"]), len({track.about["boot"] for track in section.tracks}))
+def _hosts(run: WrapperRun) -> int:
+    """How many machines: by their boots, or as the ranks have found, whichever is more."""
+    boots = {timeline.description["boot"] for timeline in run.timelines}
+    return max(1, int(run.description["hosts"]), len(boots))
 
 
-def _rate(section: Section) -> float | None:
-    """Of all ranks together; they run in step, so the time is that of one."""
-    counted = sum(each[Sum.COUNT] for track in section.tracks for each in track.sums)
-    longest = max(sum(each[Sum.STEP] for each in track.sums) for track in section.tracks)
+def _units_per_second(run: WrapperRun) -> float | None:
+    """Of all ranks together; ranks run at the same pace, so the time is that of one rank."""
+    counted = sum(each[SumColumn.COUNT] for timeline in run.timelines for each in timeline.sums)
+    longest = max(sum(each[SumColumn.STEP] for each in timeline.sums) for timeline in run.timelines)
     return counted / (longest / 1e9) if counted and longest else None
 
 
-def _run(section: Section) -> dict[str, str | int]:
-    about = section.about
+def _run_facts(run: WrapperRun) -> dict[str, str | int]:
+    description = run.description
     known = ("world", "backend", "transport", "exchange", "device", "cap", "first_cap", "plan", "version")
     return {
-        **{key: about[key] for key in known},
-        "hosts": _hosts(section),
-        "parameters": len(about["slots"]),
-        "nbytes": sum(about["nbytes"]),
-        "buckets": len(section.buckets),
+        **{key: description[key] for key in known},
+        "hosts": _hosts(run),
+        "parameters": len(description["slots"]),
+        "nbytes": sum(description["nbytes"]),
+        "buckets": len(run.buckets),
     }
 
 
-def _verdict(facts: Facts, hidden: float | None) -> str:
+def _summary(facts: RunFacts, overlap: float | None) -> str:
     step = f"A step takes {milliseconds(facts.step)}"
-    if facts.late and facts.late[0].until is None:
-        late = facts.late[0]
-        others = [each.rank for each in facts.late[1:] if each.until is None]
-        also = f", and so {'have' if len(others) > 1 else 'has'} {ranks(others)}" if others else ""
-        before = "" if late.other_ms is None else f" ({milliseconds(late.other_ms)} before)"
-        return (
-            f"{step}{before}. Rank {late.rank} has been late by {milliseconds(late.late_ms)} since step "
-            f"{late.since:,}{also}; the others wait."
-        )
+    if facts.stragglers and facts.stragglers[0].last_step is None:
+        return _straggler_summary(step, [each for each in facts.stragglers if each.last_step is None])
     if facts.ranks > 1 and facts.is_worth(facts.exposed):
         exposed = f"{milliseconds(facts.exposed)} ({facts.exposed / facts.step:.0%})"
-        return f"{step}, of which {exposed} is communication that nothing hides."
+        return f"{step}, of which {exposed} is exposed communication: it does not overlap with backward."
     part = max(facts.parts, key=lambda each: facts.parts[each])
-    if part is Part.BETWEEN and facts.is_worth(facts.parts[part]):
+    if part is StepPart.DATA and facts.is_worth(facts.parts[part]):
         between = milliseconds(facts.parts[part])
         return f"{step}, most of it between the optimizer and the next forward: {between}."
     if facts.ranks == 1:
-        return f"{step}, most of it in {part}. There is one rank, and nothing to average."
-    under = f"; {hidden:.0%} of the communication is hidden under backward" if hidden is not None else ""
-    return f"{step}, most of it in {part}{under}. No rank is late."
+        return f"{step}, most of it in {part}. There is only one rank, so nothing is averaged."
+    overlaps = f"; {overlap:.0%} of the communication overlaps with backward" if overlap is not None else ""
+    return f"{step}, most of it in {part}{overlaps}. No rank is a straggler."
+
+
+def _straggler_summary(step: str, stragglers: Sequence[Straggler]) -> str:
+    worst, *others = stragglers
+    before = "" if worst.other_step_ms is None else f" ({milliseconds(worst.other_step_ms)} before)"
+    also = f" Other stragglers: {rank_list(each.rank for each in others)}." if others else ""
+    return (
+        f"{step}{before}. Rank {worst.rank} has been a straggler since step {worst.first_step:,}: "
+        f"{milliseconds(worst.late_ms)} behind the other ranks, which wait for it.{also}"
+    )

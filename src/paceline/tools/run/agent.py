@@ -23,9 +23,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Sink
 from paceline.tools.run.failures import Failure, verdict
-from paceline.tools.run.live import look
 from paceline.tools.run.output import Output
 from paceline.tools.run.processes import orphans_adopted
+from paceline.tools.run.progress import read_progress
 from paceline.tools.run.ranks import Ranks, Streams
 from paceline.tools.run.signals import Signals
 from paceline.tools.run.status import Status
@@ -86,7 +86,9 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
     """Run the job to its end, and leave nothing of it running. ``folder`` is for what ranks tell."""
     sinks = (Sink(stdout), Sink(stderr))
     record = _record_folder(job, folder)
-    output = Output(Status(sinks[1], lambda: look(record), lambda: shutil.get_terminal_size().columns))
+    output = Output(
+        Status(sinks[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns)
+    )
     streams = Streams(
         folder,
         output,

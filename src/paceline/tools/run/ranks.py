@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
-from paceline.recording.reader import forget
+from paceline.recording.reader import delete_recording
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run import processes, worker
 from paceline.tools.run.console import Sink, Source
@@ -57,7 +57,8 @@ class Streams(LogsSpecs):
         # Counted here: the agent's count leaves out starts for hosts that come or go.
         self._attempt += 1
         self.folder.mkdir()
-        forget(Path(self._environment[FOLDER_VARIABLE]))  # what an earlier run or attempt has recorded
+        # Of an earlier run or attempt.
+        delete_recording(Path(self._environment[FOLDER_VARIABLE]))
         destination = LogsDest()
         for local, environment in envs.items():
             rank = int(environment["RANK"])

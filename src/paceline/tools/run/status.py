@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.tools.run.console import Sink
-from paceline.tools.run.live import Pace
+from paceline.tools.run.progress import RunProgress
 
 # How often it is told, in seconds.
 ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0
@@ -26,11 +26,13 @@ class Status:
         told: what was told last.
     """
 
-    def __init__(self, sink: Sink, look: Callable[[], Pace | None], columns: Callable[[], int]) -> None:
+    def __init__(
+        self, sink: Sink, look: Callable[[], RunProgress | None], columns: Callable[[], int]
+    ) -> None:
         self.sink = sink
         self._look = look
         self._columns = columns
-        self._pace: Pace | None = None
+        self._pace: RunProgress | None = None
         self.told: str | None = None
         self._next = 0.0
 
@@ -50,14 +52,14 @@ class Status:
             self._pace = None  # what was told of it is gone from the screen
         return self._tell(self._look())
 
-    def _tell(self, pace: Pace | None) -> str | None:
+    def _tell(self, pace: RunProgress | None) -> str | None:
         if pace is None or pace == self._pace:
             return None
         self._pace = pace
         self.told = self._drawn(pace) if self.sink.is_terminal else f"paceline: {pace}"
         return self.told
 
-    def _drawn(self, pace: Pace) -> str:
+    def _drawn(self, pace: RunProgress) -> str:
         """One line, no wider than the terminal."""
         screen = Console(
             file=io.StringIO(),

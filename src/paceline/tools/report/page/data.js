@@ -1,45 +1,44 @@
 "use strict";
 
-// The numbers: columns, as paceline.tools.report.packing writes them.
+// Decodes the numbers that paceline.tools.report.page_numbers has encoded.
 
-const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "backwardEnd", "landed", "end",
+const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "backwardEnd", "allReduced", "end",
   "optimizerStart", "optimizerEnd"];
-// Parts of a step, by their places in the findings.
-const PASSES = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED = 6, HANDING_OUT = 7,
-  AFTER = 8, OPTIMIZER = 9, BETWEEN = 10, PARTS = 11;
+// The parts of a step, by their indices in report.parts.
+const ACCUMULATION = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED_COMMUNICATION = 6,
+  GRAD_ASSIGNMENT = 7, BEFORE_OPTIMIZER = 8, OPTIMIZER = 9, DATA = 10, PARTS = 11;
 
 async function inflate(text) {
-  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const compressed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
 class Columns {
   constructor(bytes) {
     this.bytes = bytes;
-    this.place = 0;
+    this.position = 0;
   }
 
   next(length) {
-    const { bytes, place } = this;
+    const { bytes, position } = this;
     const column = new Int32Array(length);
     let value = 0;
-    for (let i = 0, at = place; i < length; i++, at++) {
+    for (let i = 0, at = position; i < length; i++, at++) {
       const low = bytes[at] | bytes[at + length] << 8;
       const cell = low | bytes[at + 2 * length] << 16 | bytes[at + 3 * length] << 24;
       value += (cell >>> 1) ^ -(cell & 1);
       column[i] = value;
     }
-    this.place = place + 4 * length;
+    this.position = position + 4 * length;
     return column;
   }
 }
 
-// One rank's steps: times in milliseconds since the first of all, NaN for what has not happened.
-class Track {
-  constructor(columns, about, buckets, tick) {
-    const rows = about.rows;
-    this.rank = about.rank;
+// The steps of one rank. Times are milliseconds since the first step of all ranks, NaN for what did not happen.
+class DrawnRank {
+  constructor(columns, { rank, rows, sums }, buckets, tick) {
+    this.rank = rank;
     this.length = rows;
     this.tick = tick;
     this.steps = columns.next(rows);
@@ -48,10 +47,10 @@ class Track {
     this.begins = Float64Array.from(high, (each, i) => (each * 1048576 + low[i]) * tick);
     this.times = Object.fromEntries(TIMES.map((name) => [name, columns.next(rows)]));
     this.buckets = Array.from({ length: buckets }, () => ({
-      ready: columns.next(rows), launch: columns.next(rows), done: columns.next(rows), last: columns.next(rows),
+      ready: columns.next(rows), launch: columns.next(rows), reduced: columns.next(rows), lastSlot: columns.next(rows),
     }));
-    const sums = ["steps", "first", "step", "exposed", "communication", "count"];
-    this.sums = Object.fromEntries(sums.map((name) => [name, columns.next(about.sums)]));
+    const names = ["steps", "first", "step", "waitAfterBackward", "communication", "count"];
+    this.sums = Object.fromEntries(names.map((name) => [name, columns.next(sums)]));
   }
 
   at(column, row) {
@@ -62,14 +61,14 @@ class Track {
     return this.at(this.times[name], row);
   }
 
-  // Where a step ends: at the next one's begin, or where its last part does.
+  // When a step ends: when the next one begins; for the last step, when its last part ends.
   finish(row) {
     if (row + 1 < this.length) return this.begins[row + 1];
     const ends = [this.begins[row], this.time("end", row), this.time("optimizerEnd", row)];
     return Math.max(...ends.filter((each) => !Number.isNaN(each)));
   }
 
-  // The step that is going on at a time: the last one that has begun.
+  // The row of the step that runs at a time: the last one that has begun.
   rowAt(time) {
     let low = 0, high = this.length;
     while (low < high) {
@@ -80,46 +79,49 @@ class Track {
   }
 }
 
-class Recording {
-  constructor(columns, section) {
-    const buckets = section.buckets.length;
-    this.tracks = section.tracks.map((about) => new Track(columns, about, buckets, section.tick_ms));
-    this.arrivals = new Map();
-    for (const track of this.tracks) {
-      for (let row = 0; row < track.length; row++) {
-        const step = track.steps[row], arrival = track.time("backwardEnd", row);
-        if (!(this.arrivals.get(step) >= arrival)) this.arrivals.set(step, arrival);
+// The steps of one wrapper on all ranks that are drawn.
+class DrawnRun {
+  constructor(columns, wrapper) {
+    const buckets = wrapper.buckets.length;
+    this.ranks = wrapper.timelines.map((about) => new DrawnRank(columns, about, buckets, wrapper.tick_ms));
+    this.lastBackwardEnds = new Map();
+    for (const rank of this.ranks) {
+      for (let row = 0; row < rank.length; row++) {
+        const step = rank.steps[row], end = rank.time("backwardEnd", row);
+        if (!(this.lastBackwardEnds.get(step) >= end)) this.lastBackwardEnds.set(step, end);
       }
     }
-    this.start = Math.min(...this.tracks.map((track) => track.begins[0]));
-    this.end = Math.max(...this.tracks.map((track) => track.finish(track.length - 1)));
+    this.start = Math.min(...this.ranks.map((rank) => rank.begins[0]));
+    this.end = Math.max(...this.ranks.map((rank) => rank.finish(rank.length - 1)));
   }
 
-  // A step's parts as [which part, from, to]; parts are numbered as the findings list them.
-  segments(track, row) {
-    const at = (name) => track.time(name, row);
-    const begin = track.begins[row], start = at("forwardStart"), buffers = at("buffersEnd");
-    const synced = buffers > start ? buffers : start, forward = at("forwardEnd");
-    const backward = at("backwardStart"), arrival = at("backwardEnd"), landed = at("landed"), end = at("end");
-    const last = Math.min(landed, Math.max(arrival, this.arrivals.get(track.steps[row])));
-    const optimizer = at("optimizerEnd"), over = Number.isNaN(optimizer) ? end : optimizer;
+  // The parts of a step, as [index of the part, from, to].
+  segments(rank, row) {
+    const at = (name) => rank.time(name, row);
+    const begin = rank.begins[row], forwardStart = at("forwardStart"), buffersEnd = at("buffersEnd");
+    const computeStart = buffersEnd > forwardStart ? buffersEnd : forwardStart, forwardEnd = at("forwardEnd");
+    const backwardStart = at("backwardStart"), backwardEnd = at("backwardEnd");
+    const allReduced = at("allReduced"), end = at("end");
+    const waitEnd = Math.min(allReduced, Math.max(backwardEnd, this.lastBackwardEnds.get(rank.steps[row])));
+    const optimizerStart = at("optimizerStart"), optimizerEnd = at("optimizerEnd");
     return [
-      [PASSES, begin, start], [BUFFERS, start, buffers], [FORWARD, synced, forward], [LOSS, forward, backward],
-      [BACKWARD, backward, arrival], [WAITING, arrival, last], [EXPOSED, last, landed], [HANDING_OUT, landed, end],
-      [AFTER, end, at("optimizerStart")], [OPTIMIZER, at("optimizerStart"), optimizer],
-      [BETWEEN, over, track.finish(row)],
+      [ACCUMULATION, begin, forwardStart], [BUFFERS, forwardStart, buffersEnd], [FORWARD, computeStart, forwardEnd],
+      [LOSS, forwardEnd, backwardStart], [BACKWARD, backwardStart, backwardEnd], [WAITING, backwardEnd, waitEnd],
+      [EXPOSED_COMMUNICATION, waitEnd, allReduced], [GRAD_ASSIGNMENT, allReduced, end],
+      [BEFORE_OPTIMIZER, end, optimizerStart], [OPTIMIZER, optimizerStart, optimizerEnd],
+      [DATA, Number.isNaN(optimizerEnd) ? end : optimizerEnd, rank.finish(row)],
     ].filter(([, from, to]) => to > from);
   }
 
-  // Of each track and part, milliseconds up to each row: what many steps spent is a difference of two.
-  totals(track) {
-    if (!track.totals) {
-      track.totals = Array.from({ length: PARTS }, () => new Float64Array(track.length + 1));
-      for (let row = 0; row < track.length; row++) {
-        for (const total of track.totals) total[row + 1] = total[row];
-        for (const [part, from, to] of this.segments(track, row)) track.totals[part][row + 1] += to - from;
+  // Of each part, milliseconds up to each row: the time that many steps spent in it is a difference of two.
+  totals(rank) {
+    if (!rank.totals) {
+      rank.totals = Array.from({ length: PARTS }, () => new Float64Array(rank.length + 1));
+      for (let row = 0; row < rank.length; row++) {
+        for (const total of rank.totals) total[row + 1] = total[row];
+        for (const [part, from, to] of this.segments(rank, row)) rank.totals[part][row + 1] += to - from;
       }
     }
-    return track.totals;
+    return rank.totals;
   }
 }

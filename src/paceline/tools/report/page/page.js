@@ -1,11 +1,11 @@
-// The page: words and tables from the findings at once, drawings when the numbers are there.
+// The page: texts and tables at once, drawings when the numbers are decoded.
 
-const state = { section: 0, recordings: null };
+const state = { wrapper: 0, runs: null };
 
 function colours() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  const parts = found.parts.map((_, part) => read(`part-${part}`));
+  const parts = report.parts.map((_, part) => read(`part-${part}`));
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
   const context = tile.getContext("2d");
@@ -22,7 +22,7 @@ function colours() {
   return {
     parts,
     stripes: context.createPattern(tile, "repeat"),
-    inks: found.parts.map((_, part) => read(`ink-${part}`)),
+    inks: report.parts.map((_, part) => read(`ink-${part}`)),
     font: getComputedStyle(document.body).fontFamily,
     ink: read("ink"), muted: read("muted"), line: read("line"), alarm: read("alarm"), quiet: read("quiet"),
     veil: read("veil"), bucket: read("bucket"), bucketInk: read("bucket-ink"), lineSoft: read("line-soft"),
@@ -31,33 +31,33 @@ function colours() {
 }
 
 const timeline = new Timeline($("timeline"), $("overview"), {
-  parts: found.parts, colours: colours(), onMove: read,
+  parts: report.parts, colours: colours(), onMove: read,
 });
 let plots = [];
 
-// What the step in the middle of the view spent where, below the timeline.
+// Below the timeline: the parts of the step in the middle of the view.
 function read() {
-  const [track, row] = timeline.middle();
+  const [rank, row] = timeline.middle();
   const spent = new Array(PARTS).fill(0);
-  for (const [part, from, to] of timeline.recording.segments(track, row)) spent[part] += to - from;
-  const words = found.parts.map((part, i) => [part, spent[i]]).filter(([, ms]) => ms > 0)
+  for (const [part, from, to] of timeline.run.segments(rank, row)) spent[part] += to - from;
+  const parts = report.parts.map((part, i) => [part, spent[i]]).filter(([, ms]) => ms > 0)
     .map(([part, ms]) => `${part} ${duration(ms)}`).join(", ");
-  const step = `step ${number(track.steps[row])}${kindWords(track.kinds[row])}`;
-  $("reading").textContent = `rank ${track.rank}, ${step}: ${words}`;
+  const step = `step ${number(rank.steps[row])}${kindNote(rank.kinds[row])}`;
+  $("reading").textContent = `rank ${rank.rank}, ${step}: ${parts}`;
 }
 
-const hiddenShare = ({ exposed, communication }, i) =>
-  communication[i] ? Math.max(0, 1 - exposed[i] / communication[i]) : NaN;
+const overlap = ({ waitAfterBackward, communication }, i) =>
+  communication[i] ? Math.max(0, 1 - waitAfterBackward[i] / communication[i]) : NaN;
 const countRate = ({ count, steps, step }, i) => count[i] / steps[i] / (step[i] / 1e6);
 
-function makePlots(section) {
+function makePlots(wrapper) {
   const kinds = [
     { title: "Step time", unit: duration, values: (sums, i) => sums.step[i] / 1000 },
-    { title: "Waiting after backward", unit: duration, values: (sums, i) => sums.exposed[i] / 1000 },
-    { title: "Communication hidden under backward", unit: percent, most: 1, values: hiddenShare },
+    { title: "Waiting after backward", unit: duration, values: (sums, i) => sums.waitAfterBackward[i] / 1000 },
+    { title: "Communication that overlaps with backward", unit: percent, most: 1, values: overlap },
   ];
-  if (section.rate !== null) {
-    kinds.push({ title: `${section.unit} a second, all ranks`, unit: number, total: true, values: countRate });
+  if (wrapper.units_per_second !== null) {
+    kinds.push({ title: `${wrapper.unit} per second, all ranks`, unit: number, total: true, values: countRate });
   }
   const figures = kinds.map(() => make("figure", {},
     make("figcaption", {}, make("span", { class: "title" }), make("span", { class: "value muted small" })),
@@ -67,35 +67,35 @@ function makePlots(section) {
 }
 
 function goTo(step) {
-  const track = timeline.recording.tracks[timeline.chosen];
-  const row = placeOf(track.steps, step), view = timeline.around(row - 2, 6);
+  const rank = timeline.run.ranks[timeline.chosen];
+  const row = indexOf(rank.steps, step), view = timeline.around(row - 2, 6);
   timeline.move(view.from, view.to);
 }
 
 function draw() {
-  const section = found.sections[state.section], recording = state.recordings[state.section];
-  const late = section.late.find((each) => each.until === null) ?? section.late[0];
+  const wrapper = report.wrappers[state.wrapper], run = state.runs[state.wrapper];
+  const straggler = wrapper.stragglers.find((each) => each.last_step === null) ?? wrapper.stragglers[0];
   const since = document.querySelector("[data-act=since]");
-  since.hidden = !late || late.since <= recording.tracks[0].steps[0];
-  if (!since.hidden) since.textContent = `Since step ${number(late.since)}`;
-  since.title = "Where the late rank begins to be late";
-  state.late = late;
-  timeline.show(section, recording);
-  for (const plot of plots) plot.show(recording, late);
+  since.hidden = !straggler || straggler.first_step <= run.ranks[0].steps[0];
+  if (!since.hidden) since.textContent = `Since step ${number(straggler.first_step)}`;
+  since.title = "The first step in which the straggler is late";
+  state.straggler = straggler;
+  timeline.show(wrapper, run);
+  for (const plot of plots) plot.show(run, straggler);
 }
 
 function choose(index) {
-  state.section = index;
-  const buttons = document.querySelectorAll("#sections button");
+  state.wrapper = index;
+  const buttons = document.querySelectorAll("#wrappers button");
   buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === index));
-  writeWords(found.sections[index]);
-  makePlots(found.sections[index]);
-  if (state.recordings) draw();
+  writeTexts(report.wrappers[index]);
+  makePlots(report.wrappers[index]);
+  if (state.runs) draw();
 }
 
 function repaint() {
   timeline.colours = colours();
-  if (!state.recordings) return;
+  if (!state.runs) return;
   timeline.redraw();
   for (const plot of plots) {
     plot.colours = timeline.colours;
@@ -110,7 +110,7 @@ const ACTS = {
   out: () => timeline.zoom(2),
   all: () => timeline.all(),
   reset: () => timeline.move(timeline.home.from, timeline.home.to),
-  since: () => goTo(state.late.since),
+  since: () => goTo(state.straggler.first_step),
 };
 const KEYS = {
   ArrowLeft: ACTS.left, ArrowRight: ACTS.right, "+": ACTS.in, "=": ACTS.in, "-": ACTS.out, "−": ACTS.out,
@@ -119,15 +119,15 @@ const KEYS = {
 };
 
 function chooseLane(change) {
-  const lanes = timeline.recording.tracks.length;
+  const lanes = timeline.run.ranks.length;
   timeline.chosen = Math.max(0, Math.min(lanes - 1, timeline.chosen + change));
   timeline.redraw();
   read();
 }
 
 function stepBy(change) {
-  const [track, row] = timeline.middle(), next = Math.max(0, Math.min(track.length - 1, row + change));
-  const shift = (track.begins[next] + track.finish(next)) / 2 - (timeline.view.from + timeline.view.to) / 2;
+  const [rank, row] = timeline.middle(), next = Math.max(0, Math.min(rank.length - 1, row + change));
+  const shift = (rank.begins[next] + rank.finish(next)) / 2 - (timeline.view.from + timeline.view.to) / 2;
   timeline.move(timeline.view.from + shift, timeline.view.to + shift);
 }
 
@@ -143,7 +143,7 @@ function listen() {
     KEYS[event.key]();
   });
   canvas.addEventListener("wheel", (event) => {
-    // Who only scrolls past is not held up.
+    // A wheel that only passes over the timeline scrolls the page.
     if (document.activeElement !== canvas && !event.ctrlKey) return;
     event.preventDefault();
     if (event.shiftKey) timeline.pan(Math.sign(event.deltaY || event.deltaX) * 0.1);
@@ -152,12 +152,12 @@ function listen() {
   canvas.addEventListener("dblclick", () => ACTS.reset());
   canvas.addEventListener("pointerleave", () => showTip(null));
   canvas.addEventListener("pointermove", (event) => {
-    const words = event.buttons ? null : timeline.tell(event.offsetX, event.offsetY);
-    showTip(words, event.clientX, event.clientY);
+    const lines = event.buttons ? null : timeline.describe(event.offsetX, event.offsetY);
+    showTip(lines, event.clientX, event.clientY);
   });
   drag(canvas, (event) => timeline.pan(-event.movementX / (canvas.clientWidth - GUTTER)), false);
   drag(timeline.overview, (event) => {
-    const { start, end } = timeline.recording, half = (timeline.view.to - timeline.view.from) / 2;
+    const { start, end } = timeline.run, half = (timeline.view.to - timeline.view.from) / 2;
     const time = start + (event.offsetX - GUTTER) / (timeline.overview.clientWidth - GUTTER) * (end - start);
     timeline.move(time - half, time + half);
   }, true);
@@ -195,23 +195,23 @@ function setTheme(name) {
   repaint();
 }
 
-function offerSections() {
-  if (found.sections.length < 2) return;
-  $("sections").hidden = false;
-  $("sections").append(...found.sections.map((section, i) => {
-    const button = make("button", { type: "button", "aria-pressed": i === 0 }, section.module);
+function offerWrappers() {
+  if (report.wrappers.length < 2) return;
+  $("wrappers").hidden = false;
+  $("wrappers").append(...report.wrappers.map((wrapper, i) => {
+    const button = make("button", { type: "button", "aria-pressed": i === 0 }, wrapper.module);
     button.addEventListener("click", () => choose(i));
     return button;
   }));
 }
 
 async function start() {
-  offerSections();
+  offerWrappers();
   choose(0);
   $("theme").setAttribute("aria-pressed", isDark());
   const columns = new Columns(await inflate($("numbers").textContent));
   $("numbers").remove();
-  state.recordings = found.sections.map((section) => new Recording(columns, section));
+  state.runs = report.wrappers.map((wrapper) => new DrawnRun(columns, wrapper));
   draw();
   listen();
   performance.mark("drawn");

@@ -1,4 +1,4 @@
-// Plots over all steps, from the sums: a line a rank, the late one marked.
+// Plots over all steps, from the sums: one line per rank, with the straggler marked.
 
 const LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 20, HIGH = 168;
 
@@ -13,22 +13,21 @@ class Plot {
     this.canvas.addEventListener("click", (event) => onPick(this.stepAt(event.offsetX)));
   }
 
-  show(recording, late) {
-    const { tracks } = recording;
-    const lines = tracks.map(({ rank, sums }) => ({
+  show(run, straggler) {
+    const lines = run.ranks.map(({ rank, sums }) => ({
       rank,
       steps: sums.first,
-      many: sums.steps,
+      counts: sums.steps,
       values: Float64Array.from(sums.first, (_, i) => this.values(sums, i)),
     }));
-    this.late = late;
-    this.lines = this.total ? [added(lines)] : lines;
+    this.straggler = straggler;
+    this.lines = this.total ? [total(lines)] : lines;
     this.first = Math.min(...lines.map((line) => line.steps[0] ?? 0));
-    this.last = Math.max(...lines.map((line) => ends(line)));
+    this.last = Math.max(...lines.map(lastStep));
     const every = [];
     for (const { values } of this.lines) every.push(...values.filter(Number.isFinite));
     every.sort((a, b) => a - b);
-    // A few very long steps, such as the first, do not press the rest down; they leave the picture at its top.
+    // A few very long steps, such as the first, leave the picture at the top, so that the others are not flat.
     const usual = every[Math.floor((every.length - 1) * 0.99)] || 0;
     this.top = this.most ?? ((every.at(-1) > usual * 1.5 ? usual : every.at(-1)) * 1.12 || 1);
     this.redraw();
@@ -56,12 +55,12 @@ class Plot {
     context.beginPath();
     context.rect(LEFT, TOP - 2, width - LEFT - RIGHT, HIGH - TOP - BOTTOM + 4);
     context.clip();
-    for (const line of this.lines) if (line.rank !== this.late?.rank) this.drawLine(context, line, false);
-    for (const line of this.lines) if (line.rank === this.late?.rank) this.drawLine(context, line, true);
+    for (const line of this.lines) if (line.rank !== this.straggler?.rank) this.drawLine(context, line, false);
+    for (const line of this.lines) if (line.rank === this.straggler?.rank) this.drawLine(context, line, true);
     context.restore();
-    if (this.late && this.late.since > this.first) {
+    if (this.straggler && this.straggler.first_step > this.first) {
       context.fillStyle = this.colours.alarm;
-      const x = Math.round(this.x(this.late.since));
+      const x = Math.round(this.x(this.straggler.first_step));
       for (let y = TOP; y < HIGH - BOTTOM; y += 5) context.fillRect(x, y, 1, 3);
     }
   }
@@ -87,7 +86,7 @@ class Plot {
     context.textAlign = "left";
   }
 
-  // Each pixel's least and most, because there are more steps than pixels.
+  // The least and the most value of each pixel, because there may be more steps than pixels.
   drawLine(context, line, marked) {
     const { alarm, lineStrong, lineSoft } = this.colours;
     context.strokeStyle = marked ? alarm : this.total ? lineStrong : lineSoft;
@@ -103,7 +102,7 @@ class Plot {
     for (let i = 0; i < line.values.length; i++) {
       const value = line.values[i];
       if (!Number.isFinite(value)) continue;
-      const x = Math.round(this.x(line.steps[i] + (line.many[i] - 1) / 2));
+      const x = Math.round(this.x(line.steps[i] + (line.counts[i] - 1) / 2));
       if (x === column) {
         low = Math.min(low, value);
         high = Math.max(high, value);
@@ -118,28 +117,28 @@ class Plot {
 
   point(x) {
     if (x === null) {
-      this.caption.textContent = this.late && !this.total ? `rank ${this.late.rank} marked` : "";
+      this.caption.textContent = this.straggler && !this.total ? `rank ${this.straggler.rank} marked` : "";
       return;
     }
-    const step = this.stepAt(x), said = [];
+    const step = this.stepAt(x), values = [];
     for (const line of this.lines) {
-      const i = placeOf(line.steps, step), value = line.values[i];
-      if (Number.isFinite(value)) said.push([line.rank, value]);
+      const i = indexOf(line.steps, step), value = line.values[i];
+      if (Number.isFinite(value)) values.push([line.rank, value]);
     }
-    if (!said.length) return;
-    said.sort((a, b) => b[1] - a[1]);
-    const words = ([rank, value]) => (this.total ? this.unit(value) : `rank ${rank} ${this.unit(value)}`);
-    const ends = said.length > 1 ? [said[0], said.at(-1)] : said;
-    this.caption.textContent = `step ${step.toLocaleString("en")}: ${ends.map(words).join(" … ")}`;
+    if (!values.length) return;
+    values.sort((a, b) => b[1] - a[1]);
+    const text = ([rank, value]) => (this.total ? this.unit(value) : `rank ${rank} ${this.unit(value)}`);
+    const extremes = values.length > 1 ? [values[0], values.at(-1)] : values;
+    this.caption.textContent = `step ${step.toLocaleString("en")}: ${extremes.map(text).join(" … ")}`;
   }
 }
 
-function ends(line) {
+function lastStep(line) {
   const last = line.steps.length - 1;
-  return last < 0 ? 0 : line.steps[last] + line.many[last] - 1;
+  return last < 0 ? 0 : line.steps[last] + line.counts[last] - 1;
 }
 
-function placeOf(steps, step) {
+function indexOf(steps, step) {
   let low = 0, high = steps.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -148,13 +147,13 @@ function placeOf(steps, step) {
   return Math.max(0, low - 1);
 }
 
-// One line of all ranks' values together, where they have the same blocks.
-function added(lines) {
+// One line with the sums of all ranks' values, where ranks have the same blocks of steps.
+function total(lines) {
   const [first, ...rest] = lines;
   const values = first.values.slice();
   for (const line of rest) {
-    const places = new Map(Array.from(line.steps, (step, i) => [step, i]));
-    for (let i = 0; i < values.length; i++) values[i] += line.values[places.get(first.steps[i])] ?? NaN;
+    const indices = new Map(Array.from(line.steps, (step, i) => [step, i]));
+    for (let i = 0; i < values.length; i++) values[i] += line.values[indices.get(first.steps[i])] ?? NaN;
   }
-  return { rank: null, steps: first.steps, many: first.many, values };
+  return { rank: null, steps: first.steps, counts: first.counts, values };
 }

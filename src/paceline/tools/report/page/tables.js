@@ -1,193 +1,199 @@
-// What the findings say, in words, bars and tables.
+// The results of the analysis, as texts, bars and tables.
 
-// Many ranks do not fit on the screen: those that matter come first then.
-function ordered(ranks, room, before) {
-  return ranks.length <= room ? ranks : ranks.slice().sort(before);
+// If the ranks do not fit on the screen, those that matter most come first.
+function ordered(ranks, room, compare) {
+  return ranks.length <= room ? ranks : ranks.slice().sort(compare);
 }
 
-function writeWhere(section) {
-  const isUsed = (part) => section.ranks.some((each) => each.parts[part] > 0);
-  const used = found.parts.map((part, i) => [part, i]).filter(([part]) => isUsed(part));
+function writeWhere(wrapper) {
+  const isUsed = (part) => wrapper.ranks.some((each) => each.parts[part] > 0);
+  const used = report.parts.map((part, i) => [part, i]).filter(([part]) => isUsed(part));
   const swatch = (i) => make("i", { class: `swatch part-${i}` });
   $("legend").replaceChildren(...used.map(([part, i]) => make("li", {}, swatch(i), part)));
   const total = (each) => Object.values(each.parts).reduce((sum, part) => sum + part, 0);
-  const most = Math.max(...section.ranks.map(total), 1e-9);
-  const late = section.late.filter((each) => each.until === null).map((each) => each.rank);
-  const order = ordered(section.ranks, 12, (a, b) => late.includes(b.rank) - late.includes(a.rank));
+  const most = Math.max(...wrapper.ranks.map(total), 1e-9);
+  const stragglers = wrapper.stragglers.filter((each) => each.last_step === null).map((each) => each.rank);
+  const isStraggler = ({ rank }) => stragglers.includes(rank);
+  const order = ordered(wrapper.ranks, 12, (a, b) => isStraggler(b) - isStraggler(a));
   $("where").replaceChildren(...order.map((each) => {
     const stack = used.filter(([part]) => each.parts[part] > 0).map(([part, i]) => {
       const spent = each.parts[part];
-      return tipped(make("span", { class: `part-${i}`, style: `width:${spent / most * 100}%` }),
+      return withTip(make("span", { class: `part-${i}`, style: `width:${spent / most * 100}%` }),
         [`rank ${each.rank}: ${part}`, `${duration(spent)}, ${percent(spent / total(each))} of a step`]);
     });
-    const words = used.map(([part]) => `${part} ${duration(each.parts[part])}`).join(", ");
-    return make("div", { class: late.includes(each.rank) ? "bar late" : "bar" },
+    const parts = used.map(([part]) => `${part} ${duration(each.parts[part])}`).join(", ");
+    return make("div", { class: isStraggler(each) ? "bar straggler" : "bar" },
       make("span", { class: "name" }, `rank ${each.rank}`),
-      make("span", { class: "stack", role: "img", "aria-label": `rank ${each.rank}: ${words}` }, ...stack),
-      make("span", { class: "value" }, duration(each.step[1])));
+      make("span", { class: "stack", role: "img", "aria-label": `rank ${each.rank}: ${parts}` }, ...stack),
+      make("span", { class: "value" }, duration(each.step_ms[1])));
   }));
 }
 
-function writeFigures(section) {
-  const [low, middle, high] = section.step_ms;
-  const exposed = section.parts[found.parts[EXPOSED]], waiting = section.parts[found.parts[WAITING]];
+function writeFigures(wrapper) {
+  const [low, middle, high] = wrapper.step_ms;
+  const exposed = wrapper.parts[report.parts[EXPOSED_COMMUNICATION]], waiting = wrapper.parts[report.parts[WAITING]];
   const share = (ms) => `${percent(ms / (middle || 1))} of a step`;
   const figures = [
-    ["step", duration(middle),
-      `half of them ${duration(low)} to ${duration(high)}; ${duration(section.mean_ms)} on average in the run`],
-    ["communication hidden", section.hidden === null ? "none" : percent(section.hidden),
-      `of ${duration(section.under_way_ms)} a step that buckets are under way`],
-    ["exposed communication", duration(exposed), `${share(exposed)}, after the last rank's backward`],
-    ["waiting for the last rank", duration(waiting), `on average; ${share(waiting)}`],
-    ["steps", number(section.steps), stepWords(section)],
+    ["median step", duration(middle), `half of the steps: ${duration(low)} to ${duration(high)}; `
+      + `average of the whole run: ${duration(wrapper.mean_step_ms)}`],
+    ["communication overlap", wrapper.overlap === null ? "none" : percent(wrapper.overlap),
+      `during backward, of ${duration(wrapper.communication_ms)} per step in which a bucket is in flight`],
+    ["exposed communication", duration(exposed), `${share(exposed)}, after backward has ended on every rank`],
+    ["waiting for the slowest rank", duration(waiting), `on the average rank; ${share(waiting)}`],
+    ["steps", number(wrapper.steps), stepNote(wrapper)],
   ];
-  if (section.rate !== null) {
-    figures.splice(4, 0, [`${section.unit} a second`, number(section.rate), "all ranks together, over the run"]);
+  if (wrapper.units_per_second !== null) {
+    figures.splice(4, 0,
+      [`${wrapper.unit} per second`, number(wrapper.units_per_second), "all ranks together, over the whole run"]);
   }
   $("figures").replaceChildren(...figures.map(([name, value, note]) => make("div", {}, make("dt", {}, name),
     make("dd", { class: "big" }, value), make("dd", { class: "note" }, note))));
 }
 
-function stepWords(section) {
-  const words = [`${number(section.recorded)} of them recorded whole`];
-  if (section.lost) words.push(`${number(section.lost)} lost`);
-  if (section.shadowed) words.push(`in ${number(section.shadowed)} a rank had no inputs left`);
-  return words.join("; ");
+function stepNote(wrapper) {
+  const notes = [`${number(wrapper.detailed_steps)} of them recorded in detail`];
+  if (wrapper.lost_steps) notes.push(`${number(wrapper.lost_steps)} lost because of an error`);
+  if (wrapper.steps_without_inputs) notes.push(`in ${number(wrapper.steps_without_inputs)} a rank had no inputs left`);
+  return notes.join("; ");
 }
 
-function lateWords(late) {
-  const give = late.give ? ` (give or take ${number(late.give)})` : "";
-  const begin = `step ${number(late.since)}${give}`;
-  const when = late.until === null ? `since ${begin}` : `from ${begin} to ${number(late.until)}`;
-  const words = [`late by ${duration(late.late_ms)} a step ${when}; `
-    + `the last to come to ${late.where} in ${percent(late.last)} of these steps.`];
-  if (late.part) words.push(`It is slow in ${late.part}: ${duration(late.part_ms)} longer than the others.`);
-  if (late.other_ms !== null) {
-    words.push(`Steps take ${duration(late.step_ms)}, and ${duration(late.other_ms)} when it is not late.`);
+function stragglerText(straggler) {
+  const error = straggler.first_step_error ? ` (± ${number(straggler.first_step_error)})` : "";
+  const first = `step ${number(straggler.first_step)}${error}`, isOver = straggler.last_step !== null;
+  const when = isOver ? `from ${first} to ${number(straggler.last_step)}` : `since ${first}`;
+  const texts = [`${isOver ? "was" : "has been"} ${duration(straggler.late_ms)} behind the other ranks ${when}. In `
+    + `${percent(straggler.last_share)} of these steps it was the last to reach ${straggler.sync_point}.`];
+  if (straggler.slow_part) {
+    texts.push(`It is slow in ${straggler.slow_part}: ${duration(straggler.slow_part_ms)} more than the others.`);
   }
-  return `${late.until === null ? "is" : "was"} ${words.join(" ")}`;
+  if (straggler.other_step_ms !== null) {
+    texts.push(`Steps take ${duration(straggler.step_ms)} then, and otherwise ${duration(straggler.other_step_ms)}.`);
+  }
+  return texts.join(" ");
 }
 
-function writeLate(section) {
-  const words = section.late.map((late) => make("p", { class: "finding" },
-    make("strong", { class: "alarm" }, `Rank ${late.rank}`), ` ${lateWords(late)}`));
-  const none = section.ranks.length > 1
-    ? "No rank is late: none comes after the others by enough to matter." : "There is one rank only.";
-  if (!words.length) words.push(make("p", { class: "finding" }, none));
+function writeStragglers(wrapper) {
+  const texts = wrapper.stragglers.map((straggler) => make("p", { class: "result" },
+    make("strong", { class: "alarm" }, `Rank ${straggler.rank}`), ` ${stragglerText(straggler)}`));
+  const none = wrapper.ranks.length > 1
+    ? "No rank is a straggler: none is behind the others by enough to matter." : "There is only one rank.";
+  if (!texts.length) texts.push(make("p", { class: "result" }, none));
   const sign = (ms) => (ms > 0 ? "+" : ms < 0 ? "−" : "");
-  const rows = ordered(section.arrivals, 6, (a, b) => b.late_ms - a.late_ms).map((each) =>
-    line(`rank ${each.rank}`, `${sign(each.late_ms)}${duration(Math.abs(each.late_ms))}`, percent(each.last)));
+  const rows = ordered(wrapper.delays, 6, (a, b) => b.late_ms - a.late_ms).map((each) =>
+    line(`rank ${each.rank}`, `${sign(each.late_ms)}${duration(Math.abs(each.late_ms))}`, percent(each.last_share)));
   if (rows.length > 1) {
-    const title = head("", `${section.arrivals[0].where}, against the others`, "came last");
-    words.push(make("div", { class: "scroller short" }, make("table", {}, title, make("tbody", {}, ...rows))));
+    const title = head("", `delay at ${wrapper.delays[0].sync_point}`, "came last");
+    texts.push(make("div", { class: "scroller short" }, make("table", {}, title, make("tbody", {}, ...rows))));
   }
-  $("late").replaceChildren(...words);
+  $("stragglers").replaceChildren(...texts);
 }
 
-function writeAdvice(section) {
-  const items = section.suggestions.map((each) => {
-    const gain = each.saves_ms > 0 ? `at most ${duration(each.saves_ms)} a step to gain` : null;
-    return make("li", {}, make("strong", {}, each.change), make("p", {}, each.figure),
-      gain && make("p", { class: "muted small" }, gain));
+function writeSuggestions(wrapper) {
+  const items = wrapper.suggestions.map((each) => {
+    const saving = each.saves_at_most_ms > 0 ? `saves at most ${duration(each.saves_at_most_ms)} per step` : null;
+    return make("li", {}, make("strong", {}, each.change), make("p", {}, each.evidence),
+      saving && make("p", { class: "muted small" }, saving));
   });
   if (!items.length) {
-    const exposed = `${duration(section.parts[found.parts[EXPOSED]])} of ${duration(section.step_ms[1])} is exposed`;
-    const hidden = section.hidden === null ? "There is no communication to hide"
-      : `${percent(section.hidden)} of the communication is hidden, ${exposed}`;
-    items.push(make("li", { class: "none" }, make("strong", {}, "Nothing in the record asks for a change."),
-      make("p", {}, `${hidden}, and no rank is late.`)));
+    const exposed = duration(wrapper.parts[report.parts[EXPOSED_COMMUNICATION]]);
+    const overlap = wrapper.overlap === null ? "There is no communication" : `${percent(wrapper.overlap)} of the `
+      + `communication overlaps with backward, ${exposed} of ${duration(wrapper.step_ms[1])} is exposed`;
+    items.push(make("li", { class: "none" }, make("strong", {}, "None: no part of a step stands out."),
+      make("p", {}, `${overlap}, and no rank is a straggler.`)));
   }
-  $("advice").replaceChildren(...items);
+  $("suggestions").replaceChildren(...items);
 }
 
-function writeBuckets(section) {
+function writeBuckets(wrapper) {
   const choice = $("bucket-rank");
-  const ranks = section.ranks.map((each, i) => make("option", { value: i }, `rank ${each.rank}`));
+  const ranks = wrapper.ranks.map((each, i) => make("option", { value: i }, `rank ${each.rank}`));
   choice.replaceChildren(make("option", { value: "all" }, "all ranks (medians)"), ...ranks);
-  choice.onchange = () => fillBuckets(section, choice.value);
-  fillBuckets(section, "all");
+  choice.onchange = () => fillBuckets(wrapper, choice.value);
+  fillBuckets(wrapper, "all");
 }
 
-function fillBuckets(section, choice) {
-  const pick = (values) => (choice === "all" ? middleOf(values) : values[choice]);
-  const backward = pick(section.ranks.map((each) => each.parts[found.parts[BACKWARD]]));
-  const times = section.buckets.map(({ ranks }) =>
-    ["ready", "launch", "done"].map((key) => pick(ranks.map((each) => each[key]))));
-  const most = Math.max(backward, ...times.map(([, , done]) => done), 1e-9);
+function fillBuckets(wrapper, choice) {
+  const pick = (values) => (choice === "all" ? median(values) : values[choice]);
+  const backward = pick(wrapper.ranks.map((each) => each.parts[report.parts[BACKWARD]]));
+  const times = wrapper.buckets.map(({ ranks }) =>
+    ["ready", "launch", "reduced"].map((key) => pick(ranks.map((each) => each[key]))));
+  const most = Math.max(backward, ...times.map(([, , reduced]) => reduced), 1e-9);
   $("buckets-note").textContent =
-    `Since backward began, which takes ${duration(backward)} (shaded): | full, — held back, ■ under way.`;
-  const rows = section.buckets.map((bucket, i) => line(String(bucket.bucket), bytes(bucket.nbytes),
-    number(bucket.slots), ...times[i].map((ms) => duration(ms)), picture(times[i], backward, most), waits(bucket)));
-  const title = head("bucket", "size", "parameters", "full", "left", "seen back", "in backward", "waits for");
+    `Times since the start of backward, which takes ${duration(backward)} (shaded). `
+    + "| ready: all gradients are computed; — queued: earlier buckets must be launched first; ■ in flight.";
+  const rows = wrapper.buckets.map((bucket, i) => line(String(bucket.bucket), bytes(bucket.nbytes),
+    number(bucket.parameters), ...times[i].map((ms) => duration(ms)), picture(times[i], backward, most),
+    waits(bucket)));
+  const title = head("bucket", "size", "parameters", "ready", "launched", "reduced", "in backward", "waits for");
   $("buckets").replaceChildren(title, make("tbody", {}, ...rows));
 }
 
-function picture([ready, launch, done], backward, most) {
-  const place = (ms) => Math.max(0, Math.min(100, ms / most * 100));
-  const span = (from, to) => `left:${place(from)}%;width:${Math.max(0, place(to) - place(from))}%`;
-  return make("td", { class: "wide" }, make("span", { class: "flight", "aria-hidden": "true" },
+function picture([ready, launch, reduced], backward, most) {
+  const position = (ms) => Math.max(0, Math.min(100, ms / most * 100));
+  const span = (from, to) => `left:${position(from)}%;width:${Math.max(0, position(to) - position(from))}%`;
+  return make("td", { class: "wide" }, make("span", { class: "bucket-times", "aria-hidden": "true" },
     make("i", { class: "during", style: span(0, backward) }),
-    make("i", { class: "held", style: span(ready, launch) }),
-    make("i", { class: "full", style: `left:${place(ready)}%` }),
-    make("i", { class: "under-way", style: span(launch, done) })));
+    make("i", { class: "queued", style: span(ready, launch) }),
+    make("i", { class: "ready", style: `left:${position(ready)}%` }),
+    make("i", { class: "in-flight", style: span(launch, reduced) })));
 }
 
 function waits(bucket) {
   const often = bucket.last_share < 0.995 ? ` in ${percent(bucket.last_share)} of steps` : "";
-  const cell = make("td", { class: "waits" }, make("code", {}, bucket.last), often);
-  if (bucket.behind !== null) {
-    const words = `then ${duration(bucket.held_ms)} for bucket ${bucket.behind}, which waits for `;
-    cell.append(make("span", { class: "held-words" }, words, make("code", {}, bucket.behind_last)));
+  const cell = make("td", { class: "waits" }, make("code", {}, bucket.last_parameter), often);
+  if (bucket.queued_behind !== null) {
+    const note = `then ${duration(bucket.queued_ms)} for bucket ${bucket.queued_behind}, which waits for `;
+    cell.append(make("span", { class: "queued-note" }, note, make("code", {}, bucket.queued_behind_parameter)));
   }
   return cell;
 }
 
-function writeRun(section) {
-  const { run } = section;
-  const plans = section.plans.map((plan) =>
+function writeRun(wrapper) {
+  const { run } = wrapper;
+  const plans = wrapper.plans.map((plan) =>
     `plan ${plan.number}: ${plural(plan.steps, "step")}, ${plural(plan.buckets, "bucket")} (${plan.exchange})`);
-  const aligned = section.clock_us === null ? "by wall clocks only"
-    : `aligned to ± ${duration(section.clock_us / 1000)}`;
+  const aligned = wrapper.clock_uncertainty_us === null ? "aligned by the wall clocks only"
+    : `aligned to ± ${duration(wrapper.clock_uncertainty_us / 1000)}`;
   const facts = [
-    ["module", section.module],
+    ["module", wrapper.module],
     ["parameters", `${number(run.parameters)}, ${bytes(run.nbytes)}`],
-    ["ranks", `${section.group.length} of ${run.world}, on ${plural(run.hosts, "host")}`],
+    ["ranks", `${wrapper.group.length} of ${run.world}, on ${plural(run.hosts, "host")}`],
     ["device", run.device],
     ["backend", run.backend],
     ["transport", run.transport],
     ["averaged by", run.exchange],
-    ["bucket caps", `first ${bytes(run.first_cap)}, others ${bytes(run.cap)}`],
-    ["plans", plans.join("; ")],
+    ["bucket caps", `first bucket ${bytes(run.first_cap)}, others ${bytes(run.cap)}`],
+    ["bucket plans", plans.join("; ")],
     ["clocks", run.hosts < 2 ? "one clock" : aligned],
-    ["recording's version", String(run.version)],
+    ["version of the recording", String(run.version)],
   ];
-  if (section.missing.length) facts.push(["no recording of ranks", section.missing.join(", ")]);
-  $("run").replaceChildren(make("tbody", {}, ...facts.map(([name, value]) => line(name, wordy(value)))));
-  const rows = section.ranks.map((each) => line(`rank ${each.rank}`, wordy(each.host), duration(each.step[1]),
-    duration(each.longest), each.under_way ? percent(each.hidden / each.under_way) : "none"));
-  $("ranks").replaceChildren(head("", "host", "step", "longest", "hidden"), make("tbody", {}, ...rows));
+  if (wrapper.missing_ranks.length) facts.push(["ranks without a recording", wrapper.missing_ranks.join(", ")]);
+  $("run").replaceChildren(make("tbody", {}, ...facts.map(([name, value]) => line(name, textCell(value)))));
+  const rows = wrapper.ranks.map((each) => line(`rank ${each.rank}`, textCell(each.host), duration(each.step_ms[1]),
+    duration(each.longest_step_ms), each.communication_ms ? percent(each.overlap_ms / each.communication_ms) : "none"));
+  $("ranks").replaceChildren(head("", "host", "median step", "longest step", "overlap"), make("tbody", {}, ...rows));
 }
 
-function scopeWords(section) {
-  const rows = Math.max(...section.tracks.map((track) => track.rows));
-  const drawn = section.tracks.length, all = section.ranks.length;
-  const words = [`${section.module} on ${plural(section.group.length, "rank")}, ${plural(section.steps, "step")}; `
-    + `the timeline has the last ${number(rows)}${drawn < all ? `, of ${drawn} of the ${all} ranks` : ""}.`];
-  if (section.since > section.first) {
-    words.push(`Figures are of the steps since ${number(section.since)}, when a rank became late.`);
+function scopeText(wrapper) {
+  const rows = Math.max(...wrapper.timelines.map((timeline) => timeline.rows));
+  const drawn = wrapper.timelines.length, all = wrapper.ranks.length;
+  const texts = [`${wrapper.module} on ${plural(wrapper.group.length, "rank")}, ${plural(wrapper.steps, "step")}; `
+    + `the timeline shows the last ${number(rows)}${drawn < all ? `, of ${drawn} of the ${all} ranks` : ""}.`];
+  if (wrapper.figures_from_step > wrapper.first_detailed_step) {
+    texts.push(`Figures are of the steps since ${number(wrapper.figures_from_step)}, when a rank became a straggler.`);
   }
-  return words.join(" ");
+  return texts.join(" ");
 }
 
-function writeWords(section) {
-  $("verdict").textContent = section.verdict;
-  $("scope").textContent = scopeWords(section);
-  writeWhere(section);
-  writeFigures(section);
-  writeLate(section);
-  writeAdvice(section);
-  writeBuckets(section);
-  writeRun(section);
-  // Now, so that nothing moves when the drawing comes.
-  $("timeline").style.height = `${timelineHeight(section.tracks.length)}px`;
+function writeTexts(wrapper) {
+  $("summary").textContent = wrapper.summary;
+  $("scope").textContent = scopeText(wrapper);
+  writeWhere(wrapper);
+  writeFigures(wrapper);
+  writeStragglers(wrapper);
+  writeSuggestions(wrapper);
+  writeBuckets(wrapper);
+  writeRun(wrapper);
+  // Now, so that nothing moves when the timeline is drawn.
+  $("timeline").style.height = `${timelineHeight(wrapper.timelines.length)}px`;
 }

@@ -1,4 +1,4 @@
-// The timeline: a lane a rank; its own work above, its buckets under way below.
+// The timeline: one lane per rank, with its own work above and its buckets in flight below.
 
 const GUTTER = 62, AXIS = 20, GAP = 5;
 
@@ -22,7 +22,7 @@ function fit(canvas, height) {
   return context;
 }
 
-// Round distances for an axis's marks.
+// The distance of an axis's marks: a round number.
 function spacing(span, most) {
   const rough = span / Math.max(1, most), power = 10 ** Math.floor(Math.log10(rough));
   return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
@@ -35,28 +35,28 @@ class Timeline {
     this.chosen = 0;
   }
 
-  show(section, recording) {
-    Object.assign(this, { section, recording });
-    this.lane = laneHeight(recording.tracks.length);
-    this.height = timelineHeight(recording.tracks.length);
+  show(wrapper, run) {
+    Object.assign(this, { wrapper, run });
+    this.lane = laneHeight(run.ranks.length);
+    this.height = timelineHeight(run.ranks.length);
     this.canvas.style.height = `${this.height}px`;
-    const late = section.late.find((each) => each.until === null);
-    this.chosen = Math.max(0, recording.tracks.findIndex((track) => late && track.rank === late.rank));
-    this.home = this.around(recording.tracks[this.chosen].length - 4, 4);
+    const straggler = wrapper.stragglers.find((each) => each.last_step === null);
+    this.chosen = Math.max(0, run.ranks.findIndex(({ rank }) => rank === straggler?.rank));
+    this.home = this.around(run.ranks[this.chosen].length - 4, 4);
     this.move(this.home.from, this.home.to);
   }
 
-  // The view of some steps of the chosen rank.
+  // The view that shows some steps of the chosen rank.
   around(row, rows) {
-    const track = this.recording.tracks[this.chosen];
-    const first = Math.max(0, Math.min(row, track.length - 1));
-    const last = Math.min(track.length - 1, first + rows - 1);
-    const from = track.begins[first], to = track.finish(last), margin = (to - from) * 0.02;
+    const rank = this.run.ranks[this.chosen];
+    const first = Math.max(0, Math.min(row, rank.length - 1));
+    const last = Math.min(rank.length - 1, first + rows - 1);
+    const from = rank.begins[first], to = rank.finish(last), margin = (to - from) * 0.02;
     return { from: from - margin, to: to + margin };
   }
 
   move(from, to) {
-    const { start, end } = this.recording, whole = Math.max(end - start, 1e-3);
+    const { start, end } = this.run, whole = Math.max(end - start, 1e-3);
     const span = Math.min(Math.max(to - from, 1e-3), whole * 1.04);
     const least = start - whole * 0.02, most = end + whole * 0.02;
     from = Math.max(least, Math.min(from, most - span));
@@ -76,7 +76,7 @@ class Timeline {
   }
 
   all() {
-    this.move(this.recording.start, this.recording.end);
+    this.move(this.run.start, this.run.end);
   }
 
   x(time) {
@@ -90,23 +90,23 @@ class Timeline {
   }
 
   middle() {
-    const track = this.recording.tracks[this.chosen];
-    return [track, track.rowAt((this.view.from + this.view.to) / 2)];
+    const rank = this.run.ranks[this.chosen];
+    return [rank, rank.rowAt((this.view.from + this.view.to) / 2)];
   }
 
   redraw() {
     const context = fit(this.canvas, this.height), { from, to } = this.view;
-    const tracks = this.recording.tracks, width = this.canvas.clientWidth;
-    const [track] = tracks, rows = track.rowAt(to) - track.rowAt(from) + 1;
+    const { ranks } = this.run, width = this.canvas.clientWidth;
+    const [first] = ranks, rows = first.rowAt(to) - first.rowAt(from) + 1;
     const fine = (width - GUTTER) / rows >= 24;
     this.canvas.dataset.from = from.toFixed(4);
     this.canvas.dataset.to = to.toFixed(4);
     this.canvas.dataset.detail = fine ? "steps" : "shares";
-    const [first, last] = [track.steps[track.rowAt(from)], track.steps[track.rowAt(to)]];
+    const [fromStep, toStep] = [first.steps[first.rowAt(from)], first.steps[first.rowAt(to)]];
     this.canvas.setAttribute("aria-label",
-      `Timeline of ${tracks.length} ranks, ${duration(to - from)} wide, steps ${first} to ${last}`);
+      `Timeline of ${ranks.length} ranks, ${duration(to - from)} wide, steps ${fromStep} to ${toStep}`);
     this.drawAxis(context, width);
-    tracks.forEach((each, lane) => {
+    ranks.forEach((each, lane) => {
       const top = AXIS + lane * (this.lane + GAP);
       this.drawLabel(context, each, lane, top);
       context.save();
@@ -136,27 +136,27 @@ class Timeline {
     }
   }
 
-  drawLabel(context, track, lane, top) {
-    const late = this.section.late.some((each) => each.rank === track.rank && each.until === null);
-    context.fillStyle = late ? this.colours.alarm : this.colours.ink;
-    context.font = `${lane === this.chosen || late ? 600 : 400} 12px ${this.colours.font}`;
+  drawLabel(context, rank, lane, top) {
+    const isStraggler = this.wrapper.stragglers.some((each) => each.rank === rank.rank && each.last_step === null);
+    context.fillStyle = isStraggler ? this.colours.alarm : this.colours.ink;
+    context.font = `${lane === this.chosen || isStraggler ? 600 : 400} 12px ${this.colours.font}`;
     context.textBaseline = "middle";
-    context.fillText(`rank ${track.rank}`, 8, top + this.lane / 2);
+    context.fillText(`rank ${rank.rank}`, 8, top + this.lane / 2);
     if (lane === this.chosen) context.fillRect(0, top, 2, this.lane);
   }
 
   paint(context, part, x, y, width, height) {
-    // Waiting is striped, so that it is told apart without colour.
+    // Waiting is striped, so that it can be told apart without colours.
     context.fillStyle = part === WAITING ? this.colours.stripes : this.colours.parts[part];
     context.fillRect(x, y, width, height);
   }
 
-  drawSteps(context, track, top) {
+  drawSteps(context, rank, top) {
     const { from, to } = this.view, upper = Math.round(this.lane * 0.6), lower = top + upper + 1;
-    const buckets = track.buckets.length, low = this.lane - upper - 1;
-    for (let row = track.rowAt(from); row < track.length && track.begins[row] <= to; row++) {
-      const left = this.x(track.begins[row]), right = this.x(track.finish(row));
-      for (const [part, start, end] of this.recording.segments(track, row)) {
+    const buckets = rank.buckets.length, low = this.lane - upper - 1;
+    for (let row = rank.rowAt(from); row < rank.length && rank.begins[row] <= to; row++) {
+      const left = this.x(rank.begins[row]), right = this.x(rank.finish(row));
+      for (const [part, start, end] of this.run.segments(rank, row)) {
         const x = this.x(start), wide = this.x(end) - x;
         this.paint(context, part, x, top, Math.max(wide - (wide > 3 ? 0.5 : 0), 0.5), upper);
         this.inscribe(context, this.parts[part], part, x, wide, top + upper / 2, upper);
@@ -165,10 +165,10 @@ class Timeline {
       context.fillRect(left, top, 1, this.lane);
       if (right - left > 3 * buckets) {
         for (let bucket = 0; bucket < buckets; bucket++) {
-          this.drawBucket(context, track, row, bucket, lower, low);
+          this.drawBucket(context, rank, row, bucket, lower, low);
         }
       } else {
-        this.drawSpan(context, track, row, lower, low);
+        this.drawSpan(context, rank, row, lower, low);
       }
     }
   }
@@ -183,45 +183,45 @@ class Timeline {
     context.fillText(text, left + 5, y);
   }
 
-  drawBucket(context, track, row, bucket, top, height) {
-    const { ready, launch, done } = track.buckets[bucket];
-    const [full, left, back] = [ready, launch, done].map((column) => this.x(track.at(column, row)));
-    // Buckets that are under way at once lie below each other, in two rows.
+  drawBucket(context, rank, row, bucket, top, height) {
+    const at = (column) => this.x(rank.at(rank.buckets[bucket][column], row));
+    const ready = at("ready"), launch = at("launch"), reduced = at("reduced");
+    // In two rows, because buckets may be in flight at the same time.
     const half = height > 11 ? (height - 1) / 2 : height, y = height > 11 && bucket % 2 ? top + half + 1 : top;
     context.fillStyle = this.colours.bucket;
-    if (back > left) context.fillRect(left, y, Math.max(1, back - left - 0.5), half);
-    if (left > full) {
+    if (reduced > launch) context.fillRect(launch, y, Math.max(1, reduced - launch - 0.5), half);
+    if (launch > ready) {
       context.fillStyle = this.colours.muted;
-      context.fillRect(full, y + half / 2 - 0.5, left - full, 1);
+      context.fillRect(ready, y + half / 2 - 0.5, launch - ready, 1);
     }
     context.fillStyle = this.colours.ink;
-    if (!Number.isNaN(full)) context.fillRect(full, y, 1, half);
-    if (back - Math.max(left, GUTTER) > 20 && half >= 8) {
+    if (!Number.isNaN(ready)) context.fillRect(ready, y, 1, half);
+    if (reduced - Math.max(launch, GUTTER) > 20 && half >= 8) {
       context.fillStyle = this.colours.bucketInk;
       context.font = `${Math.min(10, half + 1)}px ${this.colours.font}`;
       context.textBaseline = "middle";
-      context.fillText(String(bucket), Math.max(left, GUTTER) + 3, y + half / 2 + 0.5);
+      context.fillText(String(bucket), Math.max(launch, GUTTER) + 3, y + half / 2 + 0.5);
     }
   }
 
-  drawSpan(context, track, row, top, height) {
+  drawSpan(context, rank, row, top, height) {
     let first = Infinity, last = -Infinity;
-    for (const bucket of track.buckets) {
-      const launch = track.at(bucket.launch, row), done = track.at(bucket.done, row);
+    for (const bucket of rank.buckets) {
+      const launch = rank.at(bucket.launch, row), reduced = rank.at(bucket.reduced, row);
       if (launch < first) first = launch;
-      if (done > last) last = done;
+      if (reduced > last) last = reduced;
     }
     context.fillStyle = this.colours.bucket;
     if (last > first) context.fillRect(this.x(first), top, Math.max(0.5, this.x(last) - this.x(first)), height);
   }
 
-  // Too many steps to draw: what shares of the time went where.
-  drawShares(context, track, top, width) {
-    const totals = this.recording.totals(track), wide = 2;
+  // Too many steps to draw each: the share of time that each part has.
+  drawShares(context, rank, top, width) {
+    const totals = this.run.totals(rank), wide = 2;
     for (let x = GUTTER; x < width; x += wide) {
       const start = this.timeAt(x), end = this.timeAt(x + wide);
-      if (end < track.begins[0] || start > this.recording.end) continue;
-      const first = track.rowAt(start), last = Math.max(first + 1, track.rowAt(end));
+      if (end < rank.begins[0] || start > this.run.end) continue;
+      const first = rank.rowAt(start), last = Math.max(first + 1, rank.rowAt(end));
       let whole = 0;
       for (const total of totals) whole += total[last] - total[first];
       let y = top;
@@ -235,17 +235,17 @@ class Timeline {
 
   drawOverview() {
     const height = 34, context = fit(this.overview, height), width = this.overview.clientWidth;
-    const { start, end, tracks: [track] } = this.recording, scale = (width - GUTTER) / (end - start);
-    if (!this.longest || this.longest.of !== this.recording || this.longest.width !== width) {
+    const { start, end, ranks: [rank] } = this.run, scale = (width - GUTTER) / (end - start);
+    if (!this.longest || this.longest.of !== this.run || this.longest.width !== width) {
       const values = new Float64Array(Math.max(1, Math.ceil(width - GUTTER)));
-      for (let row = 0; row < track.length; row++) {
-        const place = Math.min(values.length - 1, Math.floor((track.begins[row] - start) * scale));
-        values[place] = Math.max(values[place], track.finish(row) - track.begins[row]);
+      for (let row = 0; row < rank.length; row++) {
+        const index = Math.min(values.length - 1, Math.floor((rank.begins[row] - start) * scale));
+        values[index] = Math.max(values[index], rank.finish(row) - rank.begins[row]);
       }
       for (let i = 1; i < values.length; i++) values[i] = values[i] || values[i - 1];
       const sorted = values.slice().sort();
       const top = sorted[Math.floor(sorted.length * 0.98)] * 1.15 || 1;
-      this.longest = { of: this.recording, width, values, top };
+      this.longest = { of: this.run, width, values, top };
     }
     context.fillStyle = this.colours.quiet;
     this.longest.values.forEach((value, x) => {
@@ -265,29 +265,33 @@ class Timeline {
     context.fillText("step time", 8, height / 2);
   }
 
-  // What is at a point, in words.
-  tell(x, y) {
-    const lane = Math.floor((y - AXIS) / (this.lane + GAP)), track = this.recording.tracks[lane];
-    if (!track || x < GUTTER || y < AXIS) return null;
-    const time = this.timeAt(x), row = track.rowAt(time);
-    if (time < track.begins[0] || time > this.recording.end) return null;
-    const lines = [`rank ${track.rank}, step ${number(track.steps[row])}${kindWords(track.kinds[row])}`];
+  // What is at a point, as lines of text.
+  describe(x, y) {
+    const lane = Math.floor((y - AXIS) / (this.lane + GAP)), rank = this.run.ranks[lane];
+    if (!rank || x < GUTTER || y < AXIS) return null;
+    const time = this.timeAt(x), row = rank.rowAt(time);
+    if (time < rank.begins[0] || time > this.run.end) return null;
+    const lines = [`rank ${rank.rank}, step ${number(rank.steps[row])}${kindNote(rank.kinds[row])}`];
     const isBelow = y - AXIS - lane * (this.lane + GAP) > this.lane * 0.6;
-    if (isBelow) lines.push(...this.tellBuckets(track, row, time));
-    const found = this.recording.segments(track, row).find(([, from, to]) => from <= time && time <= to);
-    if (lines.length === 1 && found) lines.push(`${this.parts[found[0]]}: ${duration(found[2] - found[1])}`);
-    lines.push(`step: ${duration(track.finish(row) - track.begins[row])}`);
+    if (isBelow) lines.push(...this.describeBuckets(rank, row, time));
+    const segment = this.run.segments(rank, row).find(([, from, to]) => from <= time && time <= to);
+    if (lines.length === 1 && segment) {
+      const [part, start, end] = segment;
+      lines.push(`${this.parts[part]}: ${duration(end - start)}`);
+    }
+    lines.push(`step: ${duration(rank.finish(row) - rank.begins[row])}`);
     return lines;
   }
 
-  tellBuckets(track, row, time) {
+  describeBuckets(rank, row, time) {
     const lines = [];
-    track.buckets.forEach(({ ready, launch, done, last }, index) => {
-      const [full, left, back] = [ready, launch, done].map((column) => track.at(column, row));
-      if (lines.length < 8 && time >= Math.min(full, left) && time <= back) {
-        const held = Math.max(0, left - full);
-        lines.push(`bucket ${index}: under way ${duration(back - left)}, held back ${duration(held)}`,
-          `  last gradient: ${this.section.slots[last[row]] ?? "?"}`);
+    rank.buckets.forEach((times, index) => {
+      const at = (column) => rank.at(times[column], row);
+      const ready = at("ready"), launch = at("launch"), reduced = at("reduced");
+      if (lines.length < 8 && time >= Math.min(ready, launch) && time <= reduced) {
+        const queued = Math.max(0, launch - ready);
+        lines.push(`bucket ${index}: queued ${duration(queued)}, in flight ${duration(reduced - launch)}`,
+          `  last gradient: ${this.wrapper.parameter_names[times.lastSlot[row]] ?? "?"}`);
       }
     });
     return lines;

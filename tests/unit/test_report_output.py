@@ -1,4 +1,4 @@
-"""What is written from recordings: the page, the trace, scalars, and words in the terminal."""
+"""What ``paceline report`` writes: the page, the trace, the scalars, and the summary in the terminal."""
 
 import base64
 import gzip
@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import MS, Run, Slow, write
 
-from paceline.recording.reader import Chapter
-from paceline.recording.rows import Sum, width
+from paceline.recording.reader import PlanRecording
+from paceline.recording.rows import SumColumn, row_width
 from paceline.tools.main import main
-from paceline.tools.report.analysis import analyse
-from paceline.tools.report.packing import text
-from paceline.tools.report.report import page, recorded
-from paceline.tools.report.runs import sections
+from paceline.tools.report.analysis import analyse, analyse_recording
+from paceline.tools.report.html_page import html_page
+from paceline.tools.report.page_numbers import encode
+from paceline.tools.report.wrapper_runs import wrapper_runs
 
-ABOUT = {
+DESCRIPTION = {
     "version": 1, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
     "slots": ["a", "b"], "nbytes": [4, 4], "first_cap": 1, "cap": 1,
     "backend": "gloo", "transport": "c10d", "hosts": 1, "device": "cpu",
@@ -36,9 +36,9 @@ def paceline(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["report", *map(str, arguments)])
 
 
-def unpacked(packed: str, lengths: list[int]) -> list[list[int]]:
-    """Columns, as the page reads them."""
-    data = zlib.decompress(base64.b64decode(packed))
+def decode(encoded: str, lengths: list[int]) -> list[list[int]]:
+    """The columns, decoded as the page does it."""
+    data = zlib.decompress(base64.b64decode(encoded))
     columns = []
     for length in lengths:
         planes, data = [data[byte * length : (byte + 1) * length] for byte in range(4)], data[4 * length :]
@@ -53,32 +53,34 @@ def unpacked(packed: str, lengths: list[int]) -> list[list[int]]:
 
 
 @given(st.lists(st.lists(st.integers(-(2**30) + 1, 2**30 - 1), max_size=9), max_size=4))
-def test_columns_are_read_as_they_were(columns: list[list[int]]) -> None:
-    assert unpacked(text(columns), [len(column) for column in columns]) == columns
+def test_columns_are_decoded_to_what_they_were(columns: list[list[int]]) -> None:
+    assert decode(encode(columns), [len(column) for column in columns]) == columns
 
 
 cells = st.one_of(st.just(0), st.integers(-(2**62), 2**62), st.integers(0, 10**9))
-rows = st.lists(st.lists(cells, min_size=width(2), max_size=width(2)), max_size=4)
-sums = st.lists(st.lists(cells, min_size=len(Sum), max_size=len(Sum)), max_size=3)
+rows = st.lists(st.lists(cells, min_size=row_width(2), max_size=row_width(2)), max_size=4)
+sums = st.lists(st.lists(cells, min_size=len(SumColumn), max_size=len(SumColumn)), max_size=3)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.tuples(rows, rows), st.tuples(sums, sums), st.sampled_from([("x", "x"), ("x", "y")]))
-def test_whatever_the_numbers_are_there_is_a_page(
+def test_there_is_a_page_whatever_the_numbers_are(
     written: tuple[list[list[int]], ...], added: tuple[list[list[int]], ...], boots: tuple[str, str]
 ) -> None:
-    chapters = [
-        Chapter({**ABOUT, "rank": rank, "boot": boots[rank]}, written[rank], added[rank], len(written[rank]))
+    recordings = [
+        PlanRecording(
+            {**DESCRIPTION, "rank": rank, "boot": boots[rank]}, written[rank], added[rank], len(written[rank])
+        )
         for rank in range(2)
     ]
     if any(written):
-        assert "</html>" in page([(each, analyse(each)) for each in sections(chapters)])
+        assert "</html>" in html_page([(run, analyse(run)) for run in wrapper_runs(recordings)])
 
 
 def test_no_name_ends_the_script_and_nothing_is_fetched(tmp_path: Path) -> None:
     names = ["</script><script>alert(1)</script>", "<!--", "{{script}}", "\ud800", "&amp;\u2028"]
     run = Run(ranks=1, steps=3, names=names, module="</title><b>{{numbers}}")
-    made = page(recorded(write(run, tmp_path)))
+    made = html_page(analyse_recording(write(run, tmp_path)))
     assert made.count("</script>") == made.count("<script") == 4
     assert made.count("</title>") == 1
     assert "alert(1)" in made
@@ -89,16 +91,17 @@ def test_no_name_ends_the_script_and_nothing_is_fetched(tmp_path: Path) -> None:
 
 def test_many_ranks_and_steps_stay_small(tmp_path: Path) -> None:
     run = Run(ranks=8, steps=250, buckets=6, jitter=0.3)
-    made = len(page(recorded(write(run, tmp_path))))
+    made = len(html_page(analyse_recording(write(run, tmp_path))))
     assert made * 10_000 / run.steps < 20e6
 
 
 def test_a_page_has_no_more_numbers_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.report.report._MOST_NUMBERS", 29 * 3 * 10)
-    monkeypatch.setattr("paceline.tools.report.report._MOST_RANKS", 3)
-    found = recorded(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
-    data = json.loads(re.search(r'application/json">(.*?)</script>', page(found))[1])
-    assert data["sections"][0]["tracks"] == [{"rank": rank, "rows": 10, "sums": 60} for rank in (0, 1, 4)]
+    monkeypatch.setattr("paceline.tools.report.html_page._MOST_NUMBERS", 29 * 3 * 10)
+    monkeypatch.setattr("paceline.tools.report.html_page._MOST_RANKS", 3)
+    analysed = analyse_recording(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
+    data = json.loads(re.search(r'application/json">(.*?)</script>', html_page(analysed))[1])
+    drawn = [{"rank": rank, "rows": 10, "sums": 60} for rank in (0, 1, 4)]
+    assert data["wrappers"][0]["timelines"] == drawn
 
 
 def test_a_trace_has_ranks_as_processes_on_one_clock(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_trace_has_ranks_as_processes_on_one_clock(tmp_path: Path) -> None:
     backwards = [each for each in slices if each["name"] == "backward" and each["args"]["step"] == 2]
     assert [each["dur"] for each in backwards] == [20_000, 24_000]
     ends = [each["ts"] + each["dur"] for each in backwards]
-    # They land together, so the one that is late by 4 ms ends so much later, as well as clocks are known.
+    # Rank 1 is late by 4 ms, so its backward ends that much later, as far as the clocks are known.
     assert ends[1] - ends[0] == pytest.approx(4000, abs=2500)
     [bucket] = [
         each
@@ -155,7 +158,7 @@ def test_scalars_are_by_rank_and_step(tmp_path: Path) -> None:
     events.Reload()
     backward = events.Scalars("milliseconds/backward")
     assert [(each.step, round(each.value, 3)) for each in backward] == [(step, 20.0) for step in range(6)]
-    assert events.Scalars("samples a second")[3].value == pytest.approx(32 / 35.81e-3, rel=0.01)
+    assert events.Scalars("samples per second")[3].value == pytest.approx(32 / 35.81e-3, rel=0.01)
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +171,12 @@ def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     assert "paceline[tensorboard]" in result.output
 
 
-def test_the_terminal_says_what_matters_and_where_the_page_is(tmp_path: Path) -> None:
+def test_the_terminal_shows_a_summary_and_where_the_page_is(tmp_path: Path) -> None:
     write(Run(ranks=3, steps=60, slow=[Slow(1, 12, since=20)], module="Net[red]"), tmp_path)
     result = paceline(tmp_path)
     assert result.exit_code == 0, result.output
     assert "Net[red] on ranks 0 to 2, 60 steps" in result.output
-    assert "Rank 1 has been late by 12.0 ms since step 20" in result.output
+    assert "Rank 1 has been a straggler since step 20: 12.0 ms behind" in result.output
     assert f"page: {tmp_path / 'report.html'}" in result.output
     assert (tmp_path / "report.html").read_text("utf-8").startswith("<!doctype html>")
 
@@ -186,7 +189,7 @@ def test_the_page_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert opened == [(tmp_path / "report.html").as_uri()]
 
 
-def test_findings_can_be_had_as_json(tmp_path: Path) -> None:
+def test_the_analysis_can_be_printed_as_json(tmp_path: Path) -> None:
     write(Run(ranks=2, steps=30), tmp_path)
     result = paceline(tmp_path, "--json", "-o", tmp_path / "elsewhere.html")
     [found] = json.loads(result.stdout)
@@ -197,8 +200,8 @@ def test_findings_can_be_had_as_json(tmp_path: Path) -> None:
 
 
 def damage(folder: Path, kind: str) -> None:
-    about, numbers = folder / "rank1-wrapper0-plan1.json", folder / "rank1-wrapper0-plan1.rows"
-    known = json.loads(about.read_text())
+    description, numbers = folder / "rank1-wrapper0-plan1.json", folder / "rank1-wrapper0-plan1.rows"
+    known = json.loads(description.read_text())
     match kind:
         case "cut off":
             numbers.write_bytes(numbers.read_bytes()[:5000])
@@ -209,38 +212,41 @@ def damage(folder: Path, kind: str) -> None:
         case "without its rows":
             numbers.unlink()
         case "of another version":
-            about.write_text(json.dumps(known | {"version": 999}))
+            description.write_text(json.dumps(known | {"version": 999}))
         case "half described":
-            about.write_text(about.read_text()[:100])
+            description.write_text(description.read_text()[:100])
         case "of something else":
-            about.write_text("[1, 2]")
+            description.write_text("[1, 2]")
         case "without its rank":
-            about.write_text(json.dumps({key: value for key, value in known.items() if key != "rank"}))
+            description.write_text(json.dumps({key: value for key, value in known.items() if key != "rank"}))
         case "without its group":
-            about.write_text(json.dumps({key: value for key, value in known.items() if key != "group"}))
-        case "with a word for a number":
-            about.write_text(json.dumps(known | {"cap": "many"}))
+            description.write_text(json.dumps({key: value for key, value in known.items() if key != "group"}))
+        case "with a text for a number":
+            description.write_text(json.dumps(known | {"cap": "many"}))
         case "of no text":
-            about.write_bytes(b"\xff\xfe\x00")
+            description.write_bytes(b"\xff\xfe\x00")
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("cut off", "damaged"),
-        ("cut off in a number", "cut off"),
-        ("emptied", "cut off after 0 bytes"),
+        ("cut off in a number", "truncated"),
+        ("emptied", "truncated after 0 bytes"),
         ("without its rows", "damaged"),
-        ("of another version", "another version of paceline (its: 999, this one reads: 1"),
-        ("half described", "not what a rank has written"),
-        ("of something else", "not what a rank has written"),
+        (
+            "of another version",
+            "another version of paceline (recording's format: 999, format that this version reads: 1",
+        ),
+        ("half described", "not the description of a recording"),
+        ("of something else", "not the description of a recording"),
         ("without its rank", "rank"),
-        ("without its group", "it lacks 'group'"),
-        ("with a word for a number", "damaged"),
-        ("of no text", "not what a rank has written"),
+        ("without its group", "a value is missing: 'group'"),
+        ("with a text for a number", "damaged"),
+        ("of no text", "not the description of a recording"),
     ],
 )
-def test_a_bad_recording_is_told_in_words(tmp_path: Path, kind: str, words: str) -> None:
+def test_a_damaged_recording_is_an_error_that_says_so(tmp_path: Path, kind: str, words: str) -> None:
     write(Run(ranks=2, steps=5), tmp_path)
     damage(tmp_path, kind)
     result = paceline(tmp_path)
@@ -259,16 +265,16 @@ def test_a_bad_recording_is_told_in_words(tmp_path: Path, kind: str, words: str)
         (lambda folder: folder.mkdir(), "there is no recording in the folder"),
         (lambda folder: write(Run(ranks=1, steps=0), folder), "no step was recorded"),
     ],
-    ids=["no folder", "an empty one", "no step"],
+    ids=["no folder", "an empty folder", "no step"],
 )
-def test_a_folder_without_steps_is_told_in_words(tmp_path: Path, make: object, words: str) -> None:
+def test_a_folder_without_steps_is_an_error_that_says_so(tmp_path: Path, make: object, words: str) -> None:
     make(tmp_path / "run")
     result = paceline(tmp_path / "run")
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
     assert words in result.output
 
 
-def test_a_page_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
     write(Run(ranks=1, steps=3), tmp_path)
     result = paceline(tmp_path, "-o", tmp_path / "missing" / "page.html")
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)

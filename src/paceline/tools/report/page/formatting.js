@@ -1,7 +1,7 @@
-// Figures with units, elements, and the tooltip. Whatever a recording holds becomes text, never markup.
+// Numbers with units, elements, and the tooltip. What a recording contains becomes text, never markup.
 
 const $ = (id) => document.getElementById(id);
-const found = JSON.parse($("findings").textContent);
+const report = JSON.parse($("report").textContent);
 
 function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -16,20 +16,22 @@ function head(...names) {
   return make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name))));
 }
 
-// A row of a table: what it is of, and its cells, which are words or elements.
+// A row of a table: its name, and its cells, which are texts or elements.
 function line(name, ...cells) {
   const filled = cells.map((cell) => (cell instanceof Element ? cell : make("td", {}, cell)));
   return make("tr", {}, make("th", { scope: "row" }, name), ...filled);
 }
 
-const wordy = (text) => make("td", { class: "words" }, text);
+const textCell = (text) => make("td", { class: "text" }, text);
 
-// Milliseconds in words; on an axis, whose marks are so far apart and which goes so far, all alike.
-function duration(ms, apart = null, most = 0) {
-  const [unit, name] = unitOf(apart === null ? Math.abs(ms) : Math.max(most, apart), apart === null ? 10000 : 1000);
+// A time, given in milliseconds. On an axis all marks have the same unit and number of digits, which the distance
+// of the marks and the highest value decide.
+function duration(ms, distance = null, most = 0) {
+  const isMark = distance !== null;
+  const [unit, name] = unitOf(isMark ? Math.max(most, distance) : Math.abs(ms), isMark ? 1000 : 10000);
   const value = ms / unit, high = Math.abs(value);
-  if (apart !== null) {
-    const digits = -Math.floor(Math.log10(apart / unit) + 1e-9);
+  if (isMark) {
+    const digits = -Math.floor(Math.log10(distance / unit) + 1e-9);
     return `${value.toFixed(Math.max(0, Math.min(6, digits)))} ${name}`;
   }
   const whole = high >= 100 || (name === "µs" && high >= 10);
@@ -53,12 +55,12 @@ const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1
 const number = (count) => count.toLocaleString("en", { maximumFractionDigits: count < 100 ? 1 : 0 });
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
-function middleOf(values) {
+function median(values) {
   const sorted = values.slice().sort((a, b) => a - b), half = sorted.length >> 1;
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
 
-function kindWords(kind) {
+function kindNote(kind) {
   return kind & 2 ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
 }
 
@@ -72,8 +74,8 @@ function showTip(lines, x, y) {
   tip.style.top = `${y + 18 + box.height > innerHeight ? y - box.height - 10 : y + 18}px`;
 }
 
-function tipped(element, words) {
-  element.addEventListener("pointermove", (event) => showTip(words, event.clientX, event.clientY));
+function withTip(element, lines) {
+  element.addEventListener("pointermove", (event) => showTip(lines, event.clientX, event.clientY));
   element.addEventListener("pointerleave", () => showTip(null));
   return element;
 }

@@ -1,4 +1,6 @@
-"""Figures with units, in as many digits as mean something."""
+"""Numbers as text with a unit, with as many digits as are meaningful."""
+
+from collections.abc import Iterable
 
 
 def milliseconds(value: float) -> str:
@@ -14,7 +16,7 @@ def milliseconds(value: float) -> str:
     return f"{value * 1000:.0f} µs"
 
 
-def size(nbytes: float) -> str:
+def byte_size(nbytes: float) -> str:
     """A number of bytes."""
     for unit in ("B", "KiB", "MiB"):
         if abs(nbytes) < 1024:
@@ -23,13 +25,13 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def ranks(numbers: "list[int]") -> str:
-    """Some ranks, as one says them: those that follow each other together."""
-    runs: list[list[int]] = []
+def rank_list(numbers: Iterable[int]) -> str:
+    """Some ranks, with consecutive ones as a range: "ranks 0 to 2, 5"."""
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    said = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(said)}"
+            ranges.append([number])
+    texts = [f"{each[0]} to {each[-1]}" if len(each) > 2 else " and ".join(map(str, each)) for each in ranges]
+    return f"rank{'s' if sum(map(len, ranges)) > 1 else ''} {', '.join(texts)}"

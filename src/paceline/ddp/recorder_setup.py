@@ -1,0 +1,73 @@
+"""Makes a wrapper's recorder, and tells it when optimizers step."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.comm.group import Group
+from paceline.ddp.buckets.plan import Slot
+from paceline.recording.recorder import Recorder, folder_from_environment, optimizer_began, optimizer_ended
+from paceline.recording.writer import WrapperDescription
+
+_wrapper_numbers = itertools.count()
+
+
+def make_recorder(
+    module: nn.Module,
+    slots: Sequence[Slot],
+    parameters: Sequence[nn.Parameter],
+    *,
+    caps: Sequence[int],
+    device: torch.device,
+) -> Recorder:
+    """A recorder that can describe the wrapper in each process group that it may get.
+
+    Args:
+        module: the wrapped module.
+        slots: the names and sizes of its parameters.
+        parameters: the parameters themselves.
+        caps: how many bytes the first bucket may hold, the second, and so on.
+        device: where the module is.
+    """
+    _watch_optimizers()
+    # Only the name, because the recorder must not keep the module alive.
+    name, number = type(module).__name__, next(_wrapper_numbers)
+
+    def describe(group: Group) -> WrapperDescription:
+        return WrapperDescription(
+            rank=group.global_ranks[group.rank],
+            world=group.world,
+            group=group.global_ranks,
+            module=name,
+            slots=[slot.name for slot in slots],
+            nbytes=[slot.nbytes for slot in slots],
+            backend=group.backend,
+            transport=_transport(group),
+            hosts=1 if group.shared is None else group.shared.hosts,
+            device=str(device),
+            first_cap=caps[0],
+            cap=caps[-1],
+            wrapper=number,
+        )
+
+    return Recorder(map(id, parameters), describe=describe, folder=folder_from_environment())
+
+
+def _transport(group: Group) -> str:
+    if group.shared is None:
+        return "c10d"
+    return "shared memory" if group.shared.hosts == 1 else "shared memory and c10d"
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: optimizer_began(_parameter_ids(optimizer)))
+    register_optimizer_step_post_hook(lambda optimizer, *_: optimizer_ended(_parameter_ids(optimizer)))
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,87 @@
+"""Makes the page: one HTML file with everything in it, which a browser opens from the disk."""
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+from paceline.recording.rows import BucketColumn, StepColumn
+from paceline.tools.report.analysis import RunAnalysis
+from paceline.tools.report.page_numbers import COLUMNS, encode, step_columns, sum_columns, tick
+from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
+
+# In all timelines together. A browser would take long to open a page with more.
+_MOST_NUMBERS = 3_500_000
+_MOST_RANKS = 64
+_SCRIPTS = ("data.js", "formatting.js", "timeline.js", "plots.js", "tables.js", "page.js")
+
+
+def html_page(analysed: Sequence[tuple[WrapperRun, RunAnalysis]]) -> str:
+    """The page of some runs and their analyses."""
+    share = _MOST_NUMBERS // max(1, len(analysed))
+    wrappers, columns = [], []
+    for run, analysis in analysed:
+        drawn = _drawn(run, analysis)
+        last = max(1, share // (len(drawn) * (COLUMNS + len(BucketColumn) * len(run.buckets))))
+        unit, start = tick(drawn), min(_first_begin(timeline, last) for timeline in drawn)
+        wrappers.append(_wrapper_data(run, analysis, drawn, last) | {"tick_ms": unit / 1e6})
+        for timeline in drawn:
+            columns += [*step_columns(timeline, last, start=start, unit=unit), *sum_columns(timeline)]
+    data = {"parts": [str(part) for part in StepPart], "wrappers": wrappers}
+    return _fill_template(
+        {
+            "title": html.escape(
+                f"{wrappers[0]['module']}: paceline report".encode("ascii", "replace").decode()
+            ),
+            "style": _file("page.css"),
+            "report": _json(data),
+            "numbers": encode(columns),
+            "script": "\n".join(map(_file, _SCRIPTS)),
+        }
+    )
+
+
+def _drawn(run: WrapperRun, analysis: RunAnalysis) -> list[RankTimeline]:
+    """The ranks that are drawn: if there are too many, the stragglers and the first of the others."""
+    stragglers = {each.rank for each in analysis.stragglers}
+    first = sorted(run.timelines, key=lambda each: (each.rank not in stragglers, each.rank))[:_MOST_RANKS]
+    return sorted(first, key=lambda each: each.rank)
+
+
+def _first_begin(timeline: RankTimeline, last: int) -> int:
+    return timeline[StepColumn.BEGIN][max(0, len(timeline) - last)]
+
+
+def _wrapper_data(
+    run: WrapperRun, analysis: RunAnalysis, drawn: Sequence[RankTimeline], last: int
+) -> dict[str, Any]:
+    return {
+        **asdict(analysis),
+        "timelines": [
+            {"rank": each.rank, "rows": min(last, len(each)), "sums": len(each.sums)} for each in drawn
+        ],
+        "parameter_names": [str(name) for name in run.description["slots"]],
+    }
+
+
+def _fill_template(values: dict[str, str]) -> str:
+    """Replace each {{name}} by its value; a value that contains such a name itself is left as it is."""
+    first, *rest = _file("template.html").split("{{")
+    filled = [first]
+    for piece in rest:
+        name, after = piece.split("}}", 1)
+        filled += [values[name], after]
+    return "".join(filled)
+
+
+def _file(name: str) -> str:
+    return resources.files("paceline.tools.report").joinpath("page", name).read_text("utf-8")
+
+
+def _json(data: Any) -> str:
+    """JSON for inside a script element, which no text in it can end."""
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,0 +1,238 @@
+"""Suggests what to change. Each suggestion comes with the figures that support it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.tools.formatting import byte_size, milliseconds
+from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.stragglers import Straggler
+
+_MIB = 1 << 20
+# The share of a step that is worth a change.
+_WORTH = 0.08
+_FEW_BUCKETS, _MANY_BUCKETS = 4, 16
+_SMALL_BUCKET = _MIB // 2
+_SMALLEST_CAP = _MIB // 4
+# Enough buckets to communicate while backward runs, and few enough to cost little.
+_GOOD_BUCKETS = 8
+_COMPRESSING = ("fp16", "bf16", "float16", "int8", "int4", "top_k", "power", "sgd", "quantiz", "compress")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What suggestions are made from; times are milliseconds per step.
+
+    Attributes:
+        step: the whole step.
+        parts: where it goes, on the average rank.
+        in_flight: how long a bucket is in flight.
+        first_ready: when the first bucket is ready, as a share of backward.
+        buckets: the bytes of each bucket.
+        cap: how many bytes a bucket may hold.
+        ranks: how many ranks there are.
+        hosts: how many hosts they are on.
+        transport: how gradients are sent.
+        device: where the module is.
+        exchange: how buckets are averaged.
+        stragglers: the ranks that others wait for.
+        lost: the share of lost steps.
+        without_inputs: the share of steps in which a rank had no inputs left.
+    """
+
+    step: float
+    parts: Mapping[StepPart, float]
+    in_flight: float
+    first_ready: float
+    buckets: Sequence[int]
+    cap: int
+    ranks: int
+    hosts: int
+    transport: str
+    device: str
+    exchange: str
+    stragglers: Sequence[Straggler]
+    lost: float
+    without_inputs: float
+
+    @property
+    def exposed(self) -> float:
+        """Exposed communication, which does not include the wait for stragglers."""
+        return self.parts[StepPart.EXPOSED_COMMUNICATION]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all gradients."""
+        return sum(self.buckets)
+
+    def is_worth(self, part: float) -> bool:
+        """Whether a part of a step is large enough to change something."""
+        return part >= _WORTH * self.step > 0
+
+    def share(self, part: float) -> str:
+        """A part of a step, as text."""
+        return f"{milliseconds(part)} of {milliseconds(self.step)} ({part / self.step:.0%} of a step)"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What to change, the figures that support it, and how many milliseconds per step it can save at most."""
+
+    kind: str
+    change: str
+    evidence: str
+    saves_at_most_ms: float
+
+
+Rule = Callable[[RunFacts], Iterator[Suggestion]]
+
+
+def suggestions(facts: RunFacts) -> list[Suggestion]:
+    """The suggestions that the facts support, those that can save most first."""
+    found = [each for rule in _RULES for each in rule(facts)]
+    return sorted(found, key=lambda each: -each.saves_at_most_ms)
+
+
+def _stragglers(facts: RunFacts) -> Iterator[Suggestion]:
+    for straggler in facts.stragglers[:3]:
+        if straggler.last_step is None:
+            advice = {
+                "": "see what else runs on its host",
+                str(StepPart.DATA): "look at its data loading",
+                str(StepPart.OPTIMIZER): "see what its optimizer step does that the others' does not",
+            }.get(
+                straggler.slow_part or "",
+                "look at its threads, at the sizes of its inputs and at what else runs on its host",
+            )
+            slow = straggler.slow_part
+            more = f", with {milliseconds(straggler.slow_part_ms)} more in {slow}" if slow else ""
+            evidence = (
+                f"it has been {milliseconds(straggler.late_ms)} behind the other ranks since step "
+                f"{straggler.first_step:,}{more}"
+            )
+            change = f"Rank {straggler.rank} is a straggler: {advice}"
+            yield Suggestion("straggler", change, evidence, straggler.late_ms)
+
+
+def _transport(facts: RunFacts) -> Iterator[Suggestion]:
+    one_host = facts.hosts == 1 and facts.ranks > 1 and facts.device.startswith("cpu")
+    if one_host and facts.transport == "c10d" and facts.is_worth(facts.in_flight):
+        evidence = (
+            f"all {facts.ranks} ranks are on one host, and buckets are in flight for "
+            f"{facts.share(facts.in_flight)}"
+        )
+        change = (
+            'Set transport="auto": ranks of one host average in shared memory; if it is set already, '
+            "a warning says why they do not"
+        )
+        yield Suggestion("transport", change, evidence, facts.exposed)
+
+
+def _smaller_cap(facts: RunFacts) -> Iterator[Suggestion]:
+    cap = max(_SMALLEST_CAP, facts.nbytes // _GOOD_BUCKETS)
+    few = 0 < len(facts.buckets) <= _FEW_BUCKETS and max(facts.buckets) > 2 * cap
+    if facts.ranks > 1 and few and cap < facts.cap and facts.is_worth(facts.exposed):
+        evidence = (
+            f"{facts.share(facts.exposed)} is exposed communication; the largest bucket has "
+            f"{byte_size(max(facts.buckets))} of {byte_size(facts.nbytes)}"
+        )
+        change = f"Set bucket_cap_mb={_megabytes(cap)}: smaller buckets are launched earlier in backward"
+        yield Suggestion("smaller cap", change, evidence, min(facts.exposed, facts.parts[StepPart.BACKWARD]))
+
+
+def _larger_cap(facts: RunFacts) -> Iterator[Suggestion]:
+    cap = max(_MIB, facts.nbytes // _GOOD_BUCKETS)
+    many = len(facts.buckets) >= _MANY_BUCKETS and facts.nbytes / len(facts.buckets) < _SMALL_BUCKET
+    if many and cap > facts.cap and facts.is_worth(facts.in_flight) and facts.is_worth(facts.exposed):
+        each = facts.in_flight / len(facts.buckets)
+        evidence = (
+            f"{len(facts.buckets)} buckets of {byte_size(facts.nbytes / len(facts.buckets))} on average take "
+            f"{milliseconds(each)} each, and {facts.share(facts.exposed)} is exposed communication"
+        )
+        change = f"Set bucket_cap_mb={_megabytes(cap)}: fewer, larger buckets cost less to reduce"
+        yield Suggestion("larger cap", change, evidence, facts.exposed)
+
+
+def _compress(facts: RunFacts) -> Iterator[Suggestion]:
+    compressed = any(name in facts.exchange.lower() for name in _COMPRESSING)
+    by_bytes = bool(facts.buckets) and facts.nbytes / len(facts.buckets) >= _SMALL_BUCKET
+    if facts.hosts > 1 and not compressed and by_bytes and facts.in_flight and facts.is_worth(facts.exposed):
+        rate = facts.nbytes * 8 / (facts.in_flight * 1e6)
+        evidence = (
+            f"{facts.share(facts.exposed)} is exposed communication between {facts.hosts} hosts; "
+            f"{byte_size(facts.nbytes)} of gradients in {milliseconds(facts.in_flight)} are {rate:.2g} Gbit/s"
+        )
+        change = (
+            "Compress gradients: ddp.register_comm_hook(None, paceline.hooks.int8()) sends a quarter of the "
+            "bytes, bf16() half of them"
+        )
+        yield Suggestion("hook", change, evidence, facts.exposed / 2)
+
+
+def _more_work(facts: RunFacts) -> Iterator[Suggestion]:
+    backward = facts.parts[StepPart.BACKWARD]
+    exceeds_backward = facts.in_flight - facts.parts[StepPart.WAITING] > backward
+    if facts.ranks > 1 and facts.is_worth(facts.exposed) and exceeds_backward:
+        evidence = (
+            f"buckets are in flight for {milliseconds(facts.in_flight)}, longer than backward takes "
+            f"({milliseconds(backward)}), and {facts.share(facts.exposed)} is exposed communication"
+        )
+        change = "Use larger batches, or accumulate several backward passes in ddp.no_sync() per averaged one"
+        yield Suggestion("more work", change, evidence, facts.exposed / 2)
+
+
+def _first_bucket(facts: RunFacts) -> Iterator[Suggestion]:
+    if len(facts.buckets) > 1 and facts.first_ready > 0.6 and facts.is_worth(facts.exposed):
+        evidence = (
+            f"the first bucket ({byte_size(facts.buckets[0])}) is ready after {facts.first_ready:.0%} of "
+            f"backward, and {facts.share(facts.exposed)} is exposed communication"
+        )
+        change = "Set bucket_cap_mb_list with a small first cap: the first bucket is launched sooner"
+        yield Suggestion("first bucket", change, evidence, facts.exposed)
+
+
+def _buffers(facts: RunFacts) -> Iterator[Suggestion]:
+    spent = facts.parts[StepPart.BUFFERS]
+    if facts.is_worth(spent):
+        change = (
+            "Set forward_sync_buffers=False if ranks may have different buffers; or leave buffers unchanged: "
+            "they stop being broadcast after three unchanged steps"
+        )
+        evidence = f"synchronising module buffers in every forward takes {facts.share(spent)}"
+        yield Suggestion("buffers", change, evidence, spent)
+
+
+def _data(facts: RunFacts) -> Iterator[Suggestion]:
+    spent = facts.parts[StepPart.DATA]
+    if spent > 0.25 * facts.step > 0:
+        change = "Load data ahead: more workers, pinned or cached batches; evaluate and log less often"
+        evidence = f"{facts.share(spent)} pass between the optimizer and the next forward"
+        yield Suggestion("data", change, evidence, spent)
+
+
+def _uneven(facts: RunFacts) -> Iterator[Suggestion]:
+    if facts.without_inputs > 0.05:
+        change = "Give all ranks the same number of batches"
+        evidence = f"in {facts.without_inputs:.0%} of the steps a rank had no inputs left"
+        yield Suggestion("uneven", change, evidence, facts.step * facts.without_inputs / facts.ranks)
+    if facts.lost:
+        change = "Look at the errors that the ranks raised"
+        evidence = f"{facts.lost:.1%} of the steps were lost: they ended without averaged gradients"
+        yield Suggestion("lost", change, evidence, 0.0)
+
+
+_RULES: Sequence[Rule] = (
+    _stragglers,
+    _transport,
+    _smaller_cap,
+    _larger_cap,
+    _compress,
+    _more_work,
+    _first_bucket,
+    _buffers,
+    _data,
+    _uneven,
+)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.0f}" if nbytes >= 2 * _MIB else f"{nbytes / _MIB:.2g}"

@@ -1,0 +1,133 @@
+"""A suggestion is made if the figures support it, and not otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.stragglers import Straggler
+from paceline.tools.report.suggestions import RunFacts, suggestions
+
+MIB = 1 << 20
+PARTS = dict.fromkeys(StepPart, 0.0)
+PARTS |= {StepPart.FORWARD: 30.0, StepPart.BACKWARD: 60.0, StepPart.OPTIMIZER: 8.0, StepPart.DATA: 2.0}
+STRAGGLER = Straggler(3, "the end of backward", 12.0, 0.98, 300, None, 0, "backward", 11.5, 112.0, 100.0)
+
+FINE = RunFacts(
+    step=100.0,
+    parts=PARTS,
+    in_flight=40.0,
+    first_ready=0.1,
+    buckets=[4 * MIB] * 8,
+    cap=25 * MIB,
+    ranks=4,
+    hosts=1,
+    transport="shared memory",
+    device="cpu",
+    exchange="average",
+    stragglers=[],
+    lost=0.0,
+    without_inputs=0.0,
+)
+
+
+def parts(**spent: float) -> dict[StepPart, float]:
+    return PARTS | {StepPart[name.upper()]: value for name, value in spent.items()}
+
+
+EXPOSED = parts(exposed_communication=20.0)
+
+
+def kinds(facts: RunFacts) -> list[str]:
+    return [each.kind for each in suggestions(facts)]
+
+
+def test_if_nothing_stands_out_nothing_is_suggested() -> None:
+    assert kinds(FINE) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "change", "evidence"),
+    [
+        (
+            replace(FINE, stragglers=[STRAGGLER]),
+            "straggler",
+            "Rank 3 is a straggler",
+            "12.0 ms behind the other ranks since step 300, with 11.5 ms more in backward",
+        ),
+        (
+            replace(FINE, transport="c10d"),
+            "transport",
+            'transport="auto"',
+            "40.0 ms of 100 ms (40% of a step)",
+        ),
+        (
+            replace(FINE, parts=EXPOSED, buckets=[16 * MIB, 16 * MIB]),
+            "smaller cap",
+            "bucket_cap_mb=4",
+            "the largest bucket has 16.0 MiB of 32.0 MiB",
+        ),
+        (
+            replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100, cap=64 * 1024),
+            "larger cap",
+            "bucket_cap_mb=1",
+            "100 buckets of 64.0 KiB on average take 0.40 ms each",
+        ),
+        (replace(FINE, parts=EXPOSED, hosts=2), "hook", "paceline.hooks.int8()", "6.7 Gbit/s"),
+        (
+            replace(FINE, parts=EXPOSED, in_flight=70.0),
+            "more work",
+            "no_sync",
+            "in flight for 70.0 ms, longer than backward takes (60.0 ms)",
+        ),
+        (replace(FINE, parts=EXPOSED, first_ready=0.8), "first bucket", "bucket_cap_mb_list", "after 80% of"),
+        (replace(FINE, parts=parts(buffers=9.0)), "buffers", "forward_sync_buffers", "9.00 ms of 100 ms (9%"),
+        (replace(FINE, parts=parts(data=30.0)), "data", "Load data ahead", "30.0 ms of 100 ms (30%"),
+        (replace(FINE, without_inputs=0.1), "uneven", "same number of batches", "10% of the steps"),
+        (replace(FINE, lost=0.01), "lost", "errors", "1.0% of the steps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_suggestion_comes_with_its_evidence(facts: RunFacts, kind: str, change: str, evidence: str) -> None:
+    [found] = suggestions(facts)
+    assert found.kind == kind
+    assert change in found.change
+    assert evidence in found.evidence
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(FINE, stragglers=[replace(STRAGGLER, last_step=400)]),
+        replace(FINE, transport="c10d", hosts=2),
+        replace(FINE, transport="c10d", in_flight=5.0),
+        replace(FINE, transport="c10d", device="cuda:0"),
+        replace(FINE, buckets=[16 * MIB, 16 * MIB]),
+        replace(FINE, parts=EXPOSED),
+        replace(FINE, buckets=[64 * 1024] * 100, cap=64 * 1024),
+        replace(FINE, parts=EXPOSED, buckets=[64 * 1024] * 100),
+        replace(FINE, parts=EXPOSED, buckets=[16 * MIB, 16 * MIB], cap=2 * MIB),
+        replace(FINE, hosts=2),
+        replace(FINE, parts=EXPOSED, hosts=2, exchange="int8"),
+        replace(FINE, first_ready=0.8),
+        replace(FINE, parts=parts(buffers=5.0)),
+        replace(FINE, parts=parts(data=20.0)),
+        replace(FINE, step=0.0),
+    ],
+    ids=[
+        "no longer a straggler", "several hosts", "little time", "another device", "all overlapped",
+        "good caps already", "small but overlapped", "small though they may be large",
+        "large in spite of the cap", "hosts but overlapped", "compressed already",
+        "first late but overlapped",
+        "cheap buffers", "quick data", "no time at all",
+    ],
+)  # fmt: skip
+def test_without_support_nothing_is_suggested(facts: RunFacts) -> None:
+    assert kinds(facts) == []
+
+
+def test_what_can_save_most_comes_first() -> None:
+    facts = replace(
+        FINE, parts=parts(exposed_communication=20.0, buffers=9.0), stragglers=[STRAGGLER], hosts=2
+    )
+    assert kinds(facts) == ["straggler", "hook", "buffers"]

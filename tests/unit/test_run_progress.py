@@ -1,0 +1,101 @@
+"""The progress of a run, from recordings that are still being written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.recording.reader import PlanRecording
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
+from paceline.tools.run.progress import progress, read_progress
+
+MS = 1_000_000
+
+
+def row(step: int, *, late: int = 0, kind: StepKind = StepKind.ORDINARY, count: int = 0) -> list[int]:
+    """A step of 100 ms, whose backward lasts from 20 to 60 ms, and communication from 40 to 80."""
+    cells = [0] * row_width(1)
+    begin = (1000 + 100 * step) * MS
+    cells[StepColumn.STEP], cells[StepColumn.KIND], cells[StepColumn.COUNT] = step, kind, count
+    cells[StepColumn.BEGIN] = begin
+    cells[StepColumn.BACKWARD_START] = begin + 20 * MS
+    cells[StepColumn.BACKWARD_END] = begin + (60 + late) * MS
+    cells[len(StepColumn) + BucketColumn.LAUNCH] = begin + (40 + late) * MS
+    cells[StepColumn.ALL_REDUCED] = cells[StepColumn.END] = begin + (80 + late) * MS
+    return cells
+
+
+def recording(rank: int, rows: list[list[int]], *, wrapper: int = 0) -> PlanRecording:
+    description = {"rank": rank, "wrapper": wrapper, "plan": 1, "unit": "rows"}
+    return PlanRecording(description, rows, [], len(rows))
+
+
+def test_the_figures_are_of_the_steps_that_all_ranks_have_ended() -> None:
+    ahead = recording(0, [row(step, count=8) for step in range(5, 12)])
+    behind = recording(1, [row(step, count=4, late=7) for step in range(3, 10)])
+    found = progress([ahead, behind])
+    assert found is not None
+    assert found.step == 9
+    assert found.steps_per_second == pytest.approx(10)
+    assert found.units_per_second == pytest.approx(120)
+    assert found.overlap == pytest.approx(0.5)
+    assert (found.slowest_rank, found.delay) == (1, pytest.approx(0.007))
+    assert str(found) == (
+        "step 9, 10 steps/s, 120 rows/s, 50% of communication overlapped, rank 1 slowest by 7 ms"
+    )
+
+
+def test_delays_where_module_buffers_are_synchronised_count_too() -> None:
+    ranks = [[row(step) for step in range(8)] for rank in range(2)]
+    for late, rows in enumerate(ranks):
+        for cells in rows:
+            cells[StepColumn.FORWARD_START] = cells[StepColumn.BEGIN] + 5 * late * MS
+            cells[StepColumn.BUFFERS_END] = cells[StepColumn.BEGIN] + 6 * MS
+            cells[StepColumn.BACKWARD_END] += (1 - late) * MS
+    found = progress([recording(rank, rows) for rank, rows in enumerate(ranks)])
+    assert found is not None
+    assert (found.slowest_rank, found.delay) == (1, pytest.approx(0.005))
+
+
+@pytest.mark.parametrize(
+    "late", [lambda step, rank: 3 * (step % 2 == rank), lambda _, rank: rank], ids=["in turn", "hardly"]
+)
+def test_ranks_that_are_late_in_turn_or_hardly_are_not_named(late: Callable[[int, int], int]) -> None:
+    ranks = [[row(step, late=late(step, rank)) for step in range(8)] for rank in range(2)]
+    found = progress([recording(rank, rows) for rank, rows in enumerate(ranks)])
+    assert found is not None
+    assert found.slowest_rank is None
+    assert str(found) == "step 7, 10 steps/s, 50% of communication overlapped"
+
+
+def test_lost_steps_and_steps_without_inputs_do_not_count_and_few_steps_give_nothing() -> None:
+    rows = [row(0), row(1, kind=StepKind.LOST), row(2, kind=StepKind.NO_INPUTS)]
+    assert progress([recording(0, rows)]) is None
+    assert progress([]) is None
+    assert progress([recording(0, rows), recording(1, [])]) is None
+
+
+def test_steps_in_which_one_rank_has_no_inputs_count_by_the_other_ranks() -> None:
+    ahead = recording(0, [row(step, count=8) for step in range(9)])
+    kinds = [StepKind.ORDINARY] * 4 + [StepKind.NO_INPUTS] * 4
+    exhausted = recording(1, [row(step, late=7, kind=kind) for step, kind in enumerate(kinds)])
+    assert (
+        str(progress([ahead, exhausted])) == "step 7, 10 steps/s, 80 rows/s, 50% of communication overlapped"
+    )
+
+
+def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
+    finished = recording(0, [row(step) for step in range(9)])
+    steps = [row(step) for step in range(3)]
+    for cells in steps:
+        for column in (StepColumn.BEGIN, StepColumn.END):
+            cells[column] += 5000 * MS
+    found = progress([finished, recording(0, steps, wrapper=1), recording(0, [], wrapper=2)])
+    assert found is not None
+    assert (found.step, found.units_per_second) == (2, None)
+
+
+def test_a_folder_without_recordings_gives_nothing(tmp_path: Path) -> None:
+    assert read_progress(tmp_path) is None
+    (tmp_path / "rank0-wrapper0-plan0.json").write_text("{")
+    assert read_progress(tmp_path) is None
