@@ -205,7 +205,7 @@ def _data(facts: RunFacts) -> Iterator[Suggestion]:
     spent = facts.parts[StepPart.DATA]
     if spent > 0.25 * facts.step > 0:
         change = "Load data ahead: more workers, pinned or cached batches; evaluate and log less often"
-        evidence = f"{facts.share(spent)} pass between the optimizer and the next forward"
+        evidence = f"{facts.share(spent)} is spent between the optimizer and the next forward"
         yield Suggestion("data", change, evidence, spent)
 
 
