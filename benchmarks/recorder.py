@@ -91,7 +91,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
     """What the recorder of this wrapper does in one step."""
-    recorder, buckets = ddp.recorder, range(len(ddp.reducer.fleet.buckets))
+    recorder, buckets = ddp.recorder, range(len(ddp._reducer.fleet.buckets))
     first = [id(next(ddp.parameters()))]
 
     def stamp() -> None:

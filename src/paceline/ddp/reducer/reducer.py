@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.ddp.buckets.plan import Plan as BucketPlan
@@ -32,7 +31,6 @@ from paceline.ddp.reducer.readiness import Ledger
 from paceline.ddp.reducer.step import BATCH, Means, Step
 from paceline.ddp.reducer.step_report import Outcome, Summary, Waybill
 from paceline.ddp.reducer.strict import Strict
-from paceline.ddp.reducer.torch_reducer import TorchNames
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.reducer.variants.distributed_autograd import RemoteGrads
 from paceline.ddp.state.buffers import ModuleBuffers
@@ -52,7 +50,7 @@ class Phase(enum.Enum):
     SYNCING = enum.auto()
 
 
-class Reducer(TorchNames):
+class Reducer:
     """One wrapped module's gradients.
 
     Args:
@@ -72,6 +70,7 @@ class Reducer(TorchNames):
         weighs: whether contributions may be weighed.
         ranks: among how many ranks the next step's sum is shared out.
         in_backward: optimizers that step as soon as gradients are averaged.
+        announced: whether the next backward is to be synced whatever its forward was.
         expected: whether a forward was called since the last backward of the lane.
         lane: the reducers of the group, which take turns.
         step: how many steps there were.
@@ -117,7 +116,6 @@ class Reducer(TorchNames):
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._accumulation = Accumulation(parameters)
-        self._own_grads: list[Tensor | None] | None = None
         self._step: Step | None = None
         self._given_up: Flight | None = None
         self._local_parts = [each for each in parameters if isinstance(each, LocalParameter)]
@@ -134,6 +132,7 @@ class Reducer(TorchNames):
         self._patient = False  # users' hooks come after ours in this step, so nothing is taken before its end
         self.nested = False
         self._awaited: list[torch.futures.Future[Any]] = []
+        self.announced = False
         self.expected = False
         self.lane = lane_of(group.name)
         self.lane.join(self)
@@ -241,25 +240,14 @@ class Reducer(TorchNames):
         if self._phase is not Phase.IDLE:
             raise StepError(f"step {self.step} has not been finished (rank: {self.group.rank})")
 
-    def shadow(self) -> None:
+    def run_empty_step(self) -> None:
         """Take part in a step of the other ranks with nothing; parameters get the averages as theirs do."""
         with self._lock:
-            if self._own_grads is None:
-                self._own_grads = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
             self._accumulation.clear()
             self._start_step()
             self._current.shadow()
             self.finish()
             self.follow_up()
-
-    def end_shadows(self) -> None:
-        """Give parameters the gradients back that they had before the first shadow."""
-        own, self._own_grads = self._own_grads, None
-        if own is not None:
-            for parameter, grad in zip(self.parameters, own, strict=True):
-                parameter.grad = grad
 
     @property
     def uses_rebuilt_plan(self) -> bool:
@@ -367,7 +355,7 @@ class Reducer(TorchNames):
             while self._awaited:
                 self._awaited.pop().wait()
             if self.precision is not None:
-                self.precision.lower_grads()
+                self.precision.cast_grads()
             self.in_backward.step()
 
     def _rest(self) -> None:
@@ -400,7 +388,6 @@ class Reducer(TorchNames):
             self.parameters[slot].grad = None
         self._accumulation.drop()
         self.ranks = self.group.size
-        self._own_grads = None
         self.expected = False
         self.step += 1
         self._rest()
