@@ -91,7 +91,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def stamper(ddp: paceline.DistributedDataParallel) -> Callable[[], None]:
     """The calls that the recorder of this wrapper gets in one step."""
-    recorder, buckets = ddp.recorder, range(len(ddp.reducer.context.bucket_set.buckets))
+    recorder, buckets = ddp.recorder, range(len(ddp._reducer.context.bucket_set.buckets))
     first = [id(next(ddp.parameters()))]
 
     def stamp() -> None:

@@ -1,10 +1,11 @@
-"""What a wrapper is asked to do: frozen values that check themselves."""
+"""What a wrapper was asked for: frozen values that validate themselves."""
 
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import OptionError
 
@@ -17,9 +18,9 @@ class CapOptions:
     """How large buckets may become.
 
     Attributes:
-        cap_mb: MiB a bucket; None for the default of 25.
-        caps_mb: MiB of each bucket in turn, instead.
-        first_bytes: what the first bucket may hold when nothing was chosen: small, so that the first
+        cap_mb: MiB per bucket; None for the default of 25.
+        caps_mb: MiB of each bucket in turn; overrides ``cap_mb``.
+        first_bytes: cap of the first bucket, in bytes, when the user chose none: small, so that the first
             reduction starts early.
     """
 
@@ -34,12 +35,12 @@ class CapOptions:
 
     @property
     def is_default(self) -> bool:
-        """Whether the user left the choice to us."""
+        """Whether the user chose no cap."""
         return self.cap_mb is None and not self.caps_mb
 
     @property
     def listed(self) -> list[int]:
-        """Bytes of each bucket in turn, if they were listed."""
+        """Bytes of each bucket in turn, if the user listed them."""
         return [int(cap * _MIB) for cap in self.caps_mb or ()]
 
     @property
@@ -60,44 +61,93 @@ class CapOptions:
 
     @property
     def first_sizes(self) -> tuple[int, ...]:
-        """The same while the order of arrival is not known: all in one, unless listed."""
+        """``sizes`` before the first backward has shown the order of gradients: one bucket, unless listed."""
         return tuple(self.listed) or (sys.maxsize,)
 
 
-@dataclass(frozen=True)
-class Transport:
-    """How gradients travel: "auto" or "c10d"."""
+@dataclass(frozen=True, kw_only=True)
+class WrapperOptions:
+    """The arguments of ``DistributedDataParallel`` that are plain values, and what follows from them.
 
-    name: str
+    Attributes that are not listed here are described at the wrapper.
+
+    Attributes:
+        caps: from ``bucket_cap_mb`` and ``bucket_cap_mb_list``.
+        delayed: names of the parameters that are reduced last, from ``delay_all_reduce_named_params`` and
+            ``param_to_hook_all_reduce``.
+        strict: whether to raise where torch's wrapper raises, see ``strict_mode``.
+    """
+
+    caps: CapOptions
+    delayed: Sequence[str] = ()
+    dim: int = 0
+    init_sync: bool = True
+    broadcast_buffers: bool | None = None
+    forward_sync_buffers: bool | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    mixed_precision: Any = None
+    skip_all_reduce_unused_params: bool = False
+    batched_grad_copy: bool = False
+    rebuild_plan: bool = True
+    strict: bool = False
+    share_attributes: bool = False
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.name not in ("auto", "c10d"):
-            raise OptionError(f'transport must be "auto" or "c10d" (transport: {self.name!r})')
+        if self.transport not in ("auto", "c10d"):
+            raise OptionError(f'transport must be "auto" or "c10d" (transport: {self.transport!r})')
+        if self.check_reduction:
+            _warn_deprecated("`check_reduction` is deprecated and has no effect")
+        if self.broadcast_buffers is not None:
+            ignored = self.forward_sync_buffers is not None
+            _warn_deprecated(
+                "`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value is "
+                f"{'ignored, because `forward_sync_buffers` is given' if ignored else 'used'}. "
+                "`forward_sync_buffers=False` still makes buffers equal at the start, "
+                "`broadcast_buffers=False` does not"
+            )
 
     @property
-    def may_share(self) -> bool:
-        """Whether shared memory may be used."""
-        return self.name == "auto"
+    def syncs_buffers_in_forward(self) -> bool:
+        """Whether each forward makes module buffers equal."""
+        if self.forward_sync_buffers is not None:
+            return self.forward_sync_buffers
+        return self.broadcast_buffers is not False
+
+    @property
+    def syncs_buffers_at_start(self) -> bool:
+        """Whether module buffers are made equal when the module is wrapped."""
+        return self.forward_sync_buffers is not None or self.broadcast_buffers is not False
+
+    @property
+    def rebuilds_plan(self) -> bool:
+        """Whether the order of gradients in the first backward decides the buckets."""
+        # torch keeps its first buckets when it looks for unused parameters, and its tests compare them.
+        return self.rebuild_plan and not (self.strict and self.find_unused_parameters)
+
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether ranks of one host may reduce in shared memory."""
+        return self.transport == "auto"
+
+    def to_compare(self) -> list[tuple[str, str]]:
+        """Name and value of each option that must be equal on all ranks."""
+        return [
+            ("the bucket caps", repr(self.caps.sizes)),
+            ("rebuild_plan", repr(self.rebuild_plan)),
+            ("delayed parameters", repr(self.delayed)),
+            ("mixed precision", repr(self.mixed_precision)),
+            ("the transport", repr(self.transport)),
+        ]
 
 
 def strict_mode(*, asked: bool | None) -> bool:
-    """Whether to raise where torch's wrapper raises: as asked, else as the environment says."""
+    """Whether to raise where torch's wrapper raises: the argument, or else ``PACELINE_STRICT``."""
     return os.environ.get("PACELINE_STRICT", "0") == "1" if asked is None else asked
 
 
-def buffer_options(*, broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are synced before each forward, and whether they are at the start."""
-    if broadcast is not None:
-        ignored = (
-            "is ignored, because `forward_sync_buffers` is given" if forward_sync is not None else "is kept"
-        )
-        warnings.warn(
-            f"`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value {ignored}. "
-            "`forward_sync_buffers=False` still makes buffers equal at the start, "
-            "`broadcast_buffers=False` does not",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if forward_sync is not None:
-        return forward_sync, True
-    return broadcast is not False, broadcast is not False
+def _warn_deprecated(text: str) -> None:
+    # Past this function, __post_init__, the dataclass's __init__ and the wrapper's: where the user wraps.
+    warnings.warn(text, FutureWarning, stacklevel=5)

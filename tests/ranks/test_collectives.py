@@ -91,7 +91,7 @@ def per_bucket(rank: int) -> dict[str, int]:
     ddp = DistributedDataParallel(Choosy(rank), bucket_cap_mb=1e-5, transport="c10d")
     for _ in range(2):
         step(ddp)
-    assert len(ddp.reducer.context.bucket_set.buckets) == 10
+    assert len(ddp._reducer.context.bucket_set.buckets) == 10
     return dict(collectives(lambda: step(ddp)))
 
 
@@ -150,7 +150,7 @@ def overlapped(_: int) -> list[int]:
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01, transport="c10d")
     launched = []
-    layers[0].weight.register_hook(lambda _: launched.append(ddp.reducer.launched))
+    layers[0].weight.register_hook(lambda _: launched.append(ddp._reducer.launched))
     for _ in range(3):
         ddp.zero_grad()
         ddp(torch.randn(3, 64)).sum().backward()
@@ -184,5 +184,5 @@ def planned(_: int, rebuild: bool) -> list[str]:
     ddp = DistributedDataParallel(Two(), rebuild_plan=rebuild, transport="c10d")
     for _ in range(2):
         step(ddp)
-    (bucket,) = ddp.reducer.context.bucket_set.buckets
+    (bucket,) = ddp._reducer.context.bucket_set.buckets
     return [slot.name for slot in bucket.slots]

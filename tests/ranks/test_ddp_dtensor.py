@@ -188,7 +188,7 @@ def other_plans(_: int) -> list[Any]:
         ddp.zero_grad()
         loss(ddp, data_rank(), step).backward()
         right.append(close(full_grads(ours), whole_batch(oracle, (step,))))
-    return [*right, ddp.reducer.context.bucket_set.plan.buckets]
+    return [*right, ddp._reducer.context.bucket_set.plan.buckets]
 
 
 def test_peers_with_other_plans_talk_in_one_order(four: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""Uneven inputs: exhausted ranks shadow the others, and every rank ends with the same model."""
+"""Uneven inputs: exhausted ranks take part in the others' steps, and every rank ends with the same model."""
 
 import copy
 import warnings
@@ -109,7 +109,7 @@ def kept_gradients(rank: int, view: bool) -> None:
 
 
 @VIEWS
-def test_shadows_leave_gradients_as_they_were(pair: RankPool, view: bool) -> None:
+def test_exhausted_ranks_keep_their_gradients(pair: RankPool, view: bool) -> None:
     pair.run(kept_gradients, view)
 
 
@@ -129,7 +129,7 @@ def changing_graphs(rank: int, late: int) -> None:
 
 
 @pytest.mark.parametrize("late", [-1, 0, 1, 2, 3])
-def test_shadows_follow_graphs_that_change_and_parameters_that_are_thawed(pair: RankPool, late: int) -> None:
+def test_exhausted_ranks_follow_changing_graphs_and_unfrozen_parameters(pair: RankPool, late: int) -> None:
     pair.run(changing_graphs, late)
 
 
@@ -163,7 +163,7 @@ def evaluating(rank: int) -> None:
     assert_equal_models(ddp)
 
 
-def test_a_forward_without_backward_is_shadowed_too(pair: RankPool) -> None:
+def test_exhausted_ranks_follow_a_forward_without_backward(pair: RankPool) -> None:
     pair.run(evaluating)
 
 
@@ -200,12 +200,12 @@ def with_hook(rank: int, hook: str) -> None:
             assert_grads(ddp, mean(step))
     assert_equal_models(ddp)
     if hook == "own":
-        buckets = len(ddp.reducer.context.bucket_set.buckets)
+        buckets = len(ddp._reducer.context.bucket_set.buckets)
         assert len(calls) == steps(distributed.get_world_size() - 1) * buckets - 2
 
 
 @pytest.mark.parametrize("hook", ["own", "fp16"])
-def test_shadows_call_the_comm_hook(pair: RankPool, hook: str) -> None:
+def test_exhausted_ranks_call_the_comm_hook(pair: RankPool, hook: str) -> None:
     pair.run(with_hook, hook)
 
 
@@ -234,7 +234,7 @@ def with_buffers(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["broadcast", "off", "hook PRE_FORWARD", "hook POST_FORWARD"])
-def test_shadows_take_part_in_buffer_syncs(ranks: RankPool, way: str) -> None:
+def test_exhausted_ranks_take_part_in_buffer_syncs(ranks: RankPool, way: str) -> None:
     ranks.run(with_buffers, way)
 
 

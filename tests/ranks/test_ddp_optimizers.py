@@ -190,8 +190,8 @@ def delayed(rank: int, names: list[str], hooked: str, view: bool) -> None:
             assert (mine.grad is None) == (other.grad is None), name
             if mine.grad is not None:
                 torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-15)
-    last = ddp.reducer.context.bucket_set.plan.buckets[-1]
-    assert {ddp._slots.slots[slot].name for slot in last} == {*names, hooked}
+    last = ddp._reducer.context.bucket_set.plan.buckets[-1]
+    assert {ddp._wrapped.params.slots[slot].name for slot in last} == {*names, hooked}
 
 
 @VIEWS

@@ -90,7 +90,7 @@ def averaged(rank: int, view: bool, low: torch.dtype, reduce: torch.dtype | None
 @VIEWS
 @LOW
 @pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced low", "reduced full"])
-def test_gradients_are_the_mean_of_those_computed_low(
+def test_gradients_are_the_mean_of_low_precision_ones(
     pair: RankPool, view: bool, low: torch.dtype, reduce: torch.dtype | None
 ) -> None:
     pair.run(averaged, view, low, reduce)
@@ -173,7 +173,7 @@ def full_again(rank: int) -> None:
     assert torch.equal(net.first.weight, full)
     ddp(rows(rank)).sum().backward()
     assert net.first.weight.grad is not None
-    # An evaluation between forward and backward leaves the low copies in place for backward.
+    # An evaluation between forward and backward leaves the low-precision copies in place for backward.
     loss = ddp(rows(rank)).sum()
     with torch.no_grad():
         ddp(rows(rank))
@@ -216,7 +216,7 @@ def kept_low(rank: int) -> None:
             torch.testing.assert_close(parameter.grad.float(), want[name], rtol=1e-2, atol=1e-2)
 
 
-def test_gradients_can_stay_low(pair: RankPool) -> None:
+def test_gradients_can_stay_in_low_precision(pair: RankPool) -> None:
     pair.run(kept_low)
 
 

@@ -99,7 +99,7 @@ def freed(_: int) -> bool:
     ddp = DistributedDataParallel(Chain(3))
     for _ in range(3):
         ddp(torch.randn(2, 3)).sum().backward()
-    reducer = weakref.ref(ddp.reducer)
+    reducer = weakref.ref(ddp._reducer)
     del ddp
     return reducer() is None
 

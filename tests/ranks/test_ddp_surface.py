@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, refusal, rows, train
 
-from paceline import DistributedDataParallel, UnsupportedError
+from paceline import DistributedDataParallel
+from paceline.ddp.compat.torch_names import INNER_STEPS, TORCH_NAMES
 from paceline.testing import RankPool
 
 
@@ -160,6 +161,28 @@ def test_rows_of_sparse_gradients_need_not_be_told(pool: RankPool) -> None:
     assert pool.run(sparse_rows) == [[0.0, 1.0, 1.0, 0.0, 2.0, 0.0]] * 2
 
 
-def test_inner_steps_of_torchs_wrapper_refuse_and_say_where_to_look() -> None:
-    with pytest.raises(UnsupportedError, match=r"_match_unused_params_allreduce is .*docs/mapping\.md"):
-        DistributedDataParallel._match_unused_params_allreduce(None)
+def inner_steps(_: int) -> list[tuple[str, str] | None]:
+    ddp = DistributedDataParallel(Net())
+    return [refusal(getattr(ddp, name)) for name in INNER_STEPS]
+
+
+def test_inner_steps_of_torchs_wrapper_refuse_and_say_where_to_look(pool: RankPool) -> None:
+    for told in pool.run(inner_steps):
+        for name, (kind, message) in zip(INNER_STEPS, told, strict=True):
+            assert kind == "RuntimeError"
+            assert message.startswith(f"{name} is an inner step")
+            assert "docs/mapping.md" in message
+
+
+def answered(_: int) -> list[str]:
+    ddp = DistributedDataParallel(Net())
+    return [name for name in TORCH_NAMES if not hasattr(ddp, name)]
+
+
+def test_every_name_has_an_answer(pool: RankPool) -> None:
+    assert pool.run(answered) == [[], []]
+
+
+def test_every_name_of_torchs_class_is_known() -> None:
+    own = {name for kind in (DistributedDataParallel, nn.Module) for name in vars(kind)}
+    assert {name for name in vars(WRAPPERS["torch"]) if not name.startswith("__")} <= own | TORCH_NAMES

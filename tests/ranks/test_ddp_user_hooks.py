@@ -305,7 +305,7 @@ def freed(_: int, kind: str, view: bool) -> None:
                 out.backward()
         else:
             out.backward()
-    watched = [weakref.ref(thing) for thing in (ddp, ddp.reducer, net, net.first, net.third)]
+    watched = [weakref.ref(thing) for thing in (ddp, ddp._reducer, net, net.first, net.third)]
     del net, ddp, out
     gc.collect()
     assert [ref() is None for ref in watched] == [True] * 5

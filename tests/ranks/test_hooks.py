@@ -80,7 +80,7 @@ def two_groups(rank: int, name: str) -> None:
         run_step(kept, gradients(rank, step=step))
     ddp._update_process_group(again)
     # By hand the plan that the other has, so that the same values share a message.
-    kept.reducer.planner.restart()
+    kept._reducer.planner.restart()
     for step in range(3):
         moved, stayed = (run_step(each, gradients(rank, step=step)) for each in (ddp, kept))
         check_equal_on_all_ranks(moved)
@@ -227,7 +227,7 @@ def late(rank: int, name: str) -> None:
         ddp.zero_grad()
         ddp(batches[rank], times[rank]).backward()
         check_equal_on_all_ranks([p.grad for p in net.parameters()])
-    assert ddp.reducer.last_summary.late
+    assert ddp._reducer.last_summary.late
     for batch, count in zip(batches, times, strict=True):
         (plain(batch, count) / len(batches)).backward()
     wanted = [p.grad for p in plain.parameters()]

@@ -43,7 +43,7 @@ def freed(rank: int, name: str) -> None:
     hook = HOOKS[name]()
     ddp = wrap(hook)
     run_step(ddp, gradients(rank))
-    watched = [weakref.ref(each) for each in (ddp, ddp.reducer, ddp.module, *ddp.parameters())]
+    watched = [weakref.ref(each) for each in (ddp, ddp._reducer, ddp.module, *ddp.parameters())]
     del ddp
     gc.collect()
     assert [ref() is None for ref in watched] == [True] * len(watched)

@@ -1,87 +1,115 @@
-"""DistributedDataParallel: one process a replica, gradients averaged over the ranks while backward runs."""
+"""DistributedDataParallel: one process per replica, gradients averaged across ranks while backward runs."""
 
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm import rpc
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import Joinable, first_bucket_bytes
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook, first_bucket_bytes
 from paceline.comm.verify import check_same
-from paceline.ddp.buckets.plan import BucketCaps
-from paceline.ddp.compat.environment import log_environment
-from paceline.ddp.compat.logging_samples import Stats
-from paceline.ddp.compat.strict import Strict
-from paceline.ddp.compat.torch_names import TorchSurface, holds_wrapper
-from paceline.ddp.exchange.average import Average, LowPrecisionAverage
+from paceline.ddp.build import build_reducer, make_precision, reduce_in_graph
+from paceline.ddp.compat import torch_wrapper
+from paceline.ddp.compat.logging_data import LoggingData, log_environment
+from paceline.ddp.compat.torch_names import TORCH_NAMES, TorchNames
 from paceline.ddp.exchange.comm_hook import CommHook, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHook, run_registered
 from paceline.ddp.join.uneven_inputs import UnevenInputs
-from paceline.ddp.recorder_setup import make_recorder
-from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
-from paceline.ddp.reducer.planner import Planner
-from paceline.ddp.reducer.reducer import BucketOptions, Reducer
-from paceline.ddp.state import parameters as state
-from paceline.ddp.state.admission import check_module, refuse_uninitialised
-from paceline.ddp.state.broadcast import broadcast_state
-from paceline.ddp.state.buffers import ModuleBuffers
-from paceline.ddp.state.precision import Precision
-from paceline.errors import OptionError, UnsupportedError, WrapError
+from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.state.buffers import BufferHookLocation, BufferSettings, ModuleBuffers
+from paceline.ddp.state.parameters import check_shards, delayed_names, describe_slots
+from paceline.ddp.state.wrapped_module import wrap_module
+from paceline.errors import UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
-from paceline.options import CapOptions, Transport, buffer_options, strict_mode
+from paceline.options import CapOptions, WrapperOptions, strict_mode
 from paceline.recording.recorder import Recorder
-from paceline.tensors import devices as dev
-from paceline.tensors import tree
-from paceline.tracing import is_being_traced, reduces_in_graph, untraced, untraced_with_calls
-
-M = TypeVar("M", bound=nn.Module)
+from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
 
 
-class DistributedDataParallel(UnevenInputs, TorchSurface):
-    """Wraps a module so that every rank's backward leaves the gradients averaged over all ranks.
+def _kept_in(part: str, name: str, doc: str) -> Any:
+    """An attribute that torch's users read and set on the wrapper, and that one of its parts keeps."""
 
-    No flag is needed for parameters that are unused on some ranks or all, frozen or thawed after wrapping,
-    shared, checkpointed, or used outside forward: each gets the gradient that one process on the whole
-    batch would give.
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, part), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, part), name, value)
+
+    return property(read, write, doc=doc)
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Wraps a module so that each backward leaves gradients that are averaged across all ranks.
+
+    Parameters need no flag if some ranks or all of them do not use them, if they are frozen or unfrozen after
+    wrapping, shared, checkpointed, or used outside forward. Each gets the gradient that one process would
+    compute on the whole batch.
 
     Args:
         module: the module; its parameters must be equal in number, shape, type and strides on all ranks.
         device_ids: None, or the one device that holds the module, for a module on one accelerator.
-        output_device: where outputs are, for a module on one accelerator; taken for torch's sake.
-        dim: taken for torch's sake.
+        output_device: accepted for compatibility, no effect: outputs stay where the module leaves them.
+        dim: accepted for compatibility, no effect.
         broadcast_buffers: deprecated in torch; use ``forward_sync_buffers``.
-        init_sync: check that ranks wrapped the same model and start it from rank 0's values.
-        process_group: whom to average with; the default group if None.
+        init_sync: check that ranks wrapped the same model, and start all of them from rank 0's values.
+        process_group: the ranks to average with; the default group if None.
         bucket_cap_mb: MiB of gradients that are reduced together; 25 by default, with a first bucket of 1.
-        find_unused_parameters: taken for torch's sake; unused parameters need no flag.
-        check_reduction: deprecated in torch, without effect.
-        gradient_as_bucket_view: let gradients change in the next step, whoever holds them. They are parts of
-            the buckets in any case, but otherwise a bucket of which somebody holds a part takes new memory.
-        static_graph: taken for torch's sake; changing graphs need no flag.
+        find_unused_parameters: accepted for compatibility, no effect outside strict mode: unused parameters
+            need no flag.
+        check_reduction: deprecated in torch, no effect.
+        gradient_as_bucket_view: let gradients change in the next step, even if somebody still holds them.
+            Gradients are parts of the buckets in any case; without this option a bucket takes new memory if
+            somebody holds a part of it.
+        static_graph: accepted for compatibility, no effect outside strict mode: graphs that change need no
+            flag.
         delay_all_reduce_named_params: names and parameters whose gradients are reduced last, all together.
         param_to_hook_all_reduce: the parameter whose gradient they wait for.
-        mixed_precision: a ``paceline.MixedPrecision``, or a policy of torch's.
-        device_mesh: a mesh of one dimension in the place of ``process_group``; where parameters
-            are DTensors, the one over which they are equal.
-        skip_all_reduce_unused_params: taken for torch's sake.
+        mixed_precision: a ``paceline.MixedPrecision``, or one of torch's policies.
+        device_mesh: a mesh of one dimension instead of ``process_group``; where parameters are DTensors, the
+            mesh over which they are equal.
+        skip_all_reduce_unused_params: accepted for compatibility, no effect outside strict mode.
         bucket_cap_mb_list: MiB of each bucket in turn.
-        batched_grad_copy: taken for torch's sake; small gradients are always copied together.
-        forward_sync_buffers: make module buffers those of rank 0 before each forward; the default.
-        rebuild_plan: after the first backward, order buckets by the arrival of gradients.
-        strict: raise where torch's wrapper raises; by default as ``PACELINE_STRICT`` in the environment says.
-        share_attributes: find attributes that the wrapper lacks on the module.
+        batched_grad_copy: accepted for compatibility, no effect: small gradients are always copied together.
+        forward_sync_buffers: make module buffers equal to those of rank 0 before each forward; the default.
+        rebuild_plan: after the first backward, order buckets as the gradients became ready.
+        strict: raise where torch's wrapper raises; by default as the environment variable
+            ``PACELINE_STRICT`` says.
+        share_attributes: look up attributes on the module that the wrapper does not have.
         transport: "auto" reduces in shared memory among ranks of one host, and over the process group between
-            hosts; "c10d" leaves everything to the process group.
+            hosts; "c10d" does everything over the process group.
     """
+
+    # What torch asks of the class.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_wrapper.ignore_names)
+    _get_data_parallel_params = staticmethod(torch_wrapper.managed_parameters)
+    _get_active_ddp_module = staticmethod(torch_wrapper.active_wrapper)
+    _active_ddp_module = torch_wrapper.ActiveWrapper()
+
+    require_backward_grad_sync: bool = _kept_in(
+        "_reducer", "syncs", "Whether a backward is synced; ``no_sync`` switches it off."
+    )
+    require_forward_param_sync: bool = _kept_in(
+        "_buffer_settings", "required", "Whether the next forward may make module buffers equal."
+    )
+    forward_sync_buffers: bool = _kept_in(
+        "_buffer_settings", "in_forward", "Whether forwards make module buffers equal."
+    )
+    broadcast_buffers: bool = _kept_in(
+        "_buffer_settings", "in_forward", "The older name of ``forward_sync_buffers``."
+    )
+    broadcast_bucket_size: int = _kept_in(
+        "_buffer_settings", "bytes_at_once", "Bytes per broadcast of parameters and module buffers."
+    )
 
     def __init__(
         self,
@@ -116,142 +144,162 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         self.process_group = groups.choose(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.module = module
-        self.dim = dim
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        refuse_uninitialised(module, self.parameters_to_ignore)
-        self._delayed = state.delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._slots = state.collect(module, self.parameters_to_ignore, self._delayed)
-        check_module(module, self._slots, self.parameters_to_ignore)
-        self._place_module(device_ids, output_device)
-        self._passing_sync_batchnorm_handle(module)
-        self.forward_sync_buffers, init_buffers = buffer_options(
-            broadcast=broadcast_buffers, forward_sync=forward_sync_buffers
+        self._options = WrapperOptions(
+            caps=CapOptions(bucket_cap_mb, bucket_cap_mb_list, first_bucket_bytes()),
+            delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+            dim=dim,
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            rebuild_plan=rebuild_plan,
+            strict=strict_mode(asked=strict),
+            share_attributes=share_attributes,
+            transport=transport,
         )
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.mixed_precision = mixed_precision
+        self.module = module
         self.static_graph = False
-        self.require_forward_param_sync = True
-        self.broadcast_bucket_size = 250 * 1024 * 1024
-        self._caps = CapOptions(bucket_cap_mb, bucket_cap_mb_list, first_bucket_bytes())
-        self._rebuild_plan = rebuild_plan
-        self._strict = strict_mode(asked=strict)
-        self._share_attributes = share_attributes
-        self._transport = Transport(transport)
-        if check_reduction:
-            warnings.warn("`check_reduction` is deprecated and does nothing", FutureWarning, stacklevel=2)
-        self._group = Group(self.process_group)
-        log_environment(f"rank {self._group.rank} wraps {type(module).__name__}")
-        state.refuse_shards(self._slots, self._group)
-        self._buffers_in_module = ModuleBuffers(module, self.parameters_to_ignore)
-        if init_sync:
-            self._check_equal()
-        self._share_memory()
-        if init_sync:
-            self._broadcast_state(source=0, buffers=init_buffers)
-        self._build_reducer()
-        if static_graph:
-            self._set_static_graph()
+        self._buffer_settings = BufferSettings(in_forward=self._options.syncs_buffers_in_forward)
         self._use_python_reducer = reduces_in_graph()
+        self._wrapped = wrap_module(
+            module, self._options.delayed, device_ids=device_ids, output_device=output_device
+        )
+        self._group = Group(self.process_group)
+        self._start_equal()
+        self._build_parts()
+        if static_graph:
+            TorchNames(self)._set_static_graph()
+
+    def _start_equal(self) -> None:
+        """Check that all ranks wrapped the same model, and give them rank 0's values."""
+        wrapped, options = self._wrapped, self._options
+        log_environment(f"rank {self._group.rank} wraps {type(wrapped.module).__name__}")
+        check_shards(wrapped.params, self._group)
+        if options.init_sync:
+            check_same(self._group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
+        if options.may_share_memory:
+            wrapped.share_memory(self._group)
+        if options.init_sync:
+            wrapped.broadcast(
+                self._group,
+                buffers=options.syncs_buffers_at_start,
+                source=0,
+                bytes_at_once=self.broadcast_bucket_size,
+            )
+
+    def _build_parts(self) -> None:
+        """Build what a copy of the wrapper does not take over."""
+        self._module_buffers = ModuleBuffers(self.module, self._wrapped.ignored, self._buffer_settings)
+        self._precision = make_precision(self._wrapped, self._options)
+        self._reducer = build_reducer(
+            self._wrapped,
+            self._group,
+            self._module_buffers,
+            self._precision,
+            self._options,
+            static_graph=self.static_graph,
+        )
+        self._logging = LoggingData(self._wrapped, self._reducer, self._options)
+        self._uneven_inputs = UnevenInputs(self._wrapped, self._reducer, self._module_buffers)
+        self._holds_wrapper = torch_wrapper.holds_wrapper(self.module)
+        self._accum_grad_hooks: Sequence[RemovableHandle] = ()
         if self._use_python_reducer:
-            self._register_accum_grad_hook()
+            self._accum_grad_hooks = reduce_in_graph(self._reducer, self._wrapped, self._options)
+            # In an attribute, so that the module's forward is traced, and not ours.
+            setattr(self, "forward", MethodType(_forward_of_module, self))  # noqa: B010  # mypy refuses to assign to a method
 
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; outputs are marked, so that their backward is synced."""
-        if is_being_traced():  # by one rank alone, which draws the graph, so nothing can be exchanged
+        """Call the module; the end of backward over its outputs leaves averaged gradients."""
+        if is_being_traced():  # by one rank alone, to draw the graph, so nothing can be exchanged
             return self.module(*inputs, **kwargs)
+        break_graph(self)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            with self._noting_errors():
+            with self._logging.noting_errors():
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             try:
                 output = self._run_ddp_forward(*inputs, **kwargs)
             except BaseException as error:
-                self._give_up(error)
+                self._fail_forward(error)
                 raise
             return self._post_forward(output, given=(inputs, kwargs))
 
     @untraced_with_calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self._syncs_now():
-            self._stats.begin_forward()
+        synced = self._syncs_now()
+        if synced:
+            self._logging.begin_forward()
         if torch.is_grad_enabled():
             self.recorder.forward_began()
         if self._join_config.enable:
-            self._attend(synced=self._syncs_now())
+            self._uneven_inputs.begin_forward(self, synced=synced)
         if torch.is_grad_enabled():
-            nested = self._holds_wrapper or self._get_active_ddp_module() is not None
-            self.reducer.prepare(nested=nested)
-        if self._check_sync_bufs_pre_fwd():
+            is_inside = torch_wrapper.active_wrapper() is not None
+            self._reducer.prepare(nested=self._holds_wrapper or is_inside)
+        if self._module_buffers.will_sync(BufferHookLocation.PRE_FORWARD):
             self._sync_buffers()
             if torch.is_grad_enabled():
                 self.recorder.buffers_synced()
-        if self.device_ids:
-            inputs, kwargs = tree.map_leaves(self._send, (inputs, kwargs))
-        return inputs, kwargs
+        return self._wrapped.move_inputs(inputs, kwargs)
 
     @untraced
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         precision = self._precision
-        with self._inside_ddp_forward():
+        with torch_wrapper.active(self):
             if precision is None:
                 return self.module(*inputs, **kwargs)
             copies = precision.copies()
             inputs, kwargs = precision.cast_inputs(inputs, kwargs)
             with copies.in_place():
                 output = self.module(*inputs, **kwargs)
-            during_backward(rpc.leaves(output), copies.put, copies.take_out)
+            during_backward(rpc.leaves(output), copies.install, copies.restore)
             return output
 
     @untraced_with_calls
     def _post_forward(self, output: Any, given: Any = ()) -> Any:
-        if self._check_sync_bufs_post_fwd():
+        if self._module_buffers.will_sync(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
         synced = self._syncs_now()
         self.require_forward_param_sync = synced
         if torch.is_grad_enabled():
             self.recorder.forward_ended()
             if synced:
-                self.reducer.turns.expect(self.reducer)
-            begins = functools.partial(_begin_backward, weakref.ref(self.reducer), synced=synced)
+                self._reducer.turns.expect(self._reducer)
+            begins = functools.partial(_begin_backward, weakref.ref(self._reducer), synced=synced)
             if (context := rpc.current_context()) is not None:
-                output = self.reducer.distributed_autograd.watch(context, output, self.reducer.planner.order)
+                output = self._reducer.watch_context(context, output)
             at_start_of_backward(rpc.leaves(output), begins, but=rpc.leaves(given))
         return output
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward is synced; what ``no_sync`` switches off."""
-        return self.reducer.syncs
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, synced: bool) -> None:
-        self.reducer.syncs = synced
-
-    @property
-    def recorder(self) -> Recorder:
-        """Records this rank's steps; ``recorder.write(folder)`` writes what ``paceline report`` reads."""
-        return self.reducer.recorder
+    def _sync_buffers(self) -> None:
+        self._reducer.after_step.wait_for(self._module_buffers.sync(self._group))
 
     def _syncs_now(self) -> bool:
-        return torch.is_grad_enabled() and self.require_backward_grad_sync
+        return torch.is_grad_enabled() and self._reducer.syncs
 
     @untraced_with_calls
-    def _give_up(self, error: BaseException) -> None:
-        """Let the other ranks know that this one's forward raised, lest they wait for its gradients."""
-        # Inside a backward it may be a checkpoint that has recomputed enough; if not, backward is lost by it.
+    def _fail_forward(self, error: BaseException) -> None:
+        """Tell the other ranks that forward raised here, so that they do not wait for gradients."""
+        # Inside a backward it may be a checkpoint that has recomputed enough. If not, backward raises too.
         if self._syncs_now() and current_backward() == -1:
             try:
-                self.reducer.turns.fail_forward(self.reducer, repr(error))
+                self._reducer.turns.fail_forward(self._reducer, repr(error))
             except RuntimeError as another:
                 error.add_note(f"the other ranks could not be told ({another})")
 
+    @property
+    def recorder(self) -> Recorder:
+        """The times of this rank's steps; ``recorder.write(folder)`` saves them for ``paceline report``."""
+        return self._reducer.recorder
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: backward passes of forwards, or backward passes alone, in here."""
+        """Accumulate gradients locally in backward passes that run in here, or whose forward did."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -260,44 +308,83 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
             self.require_backward_grad_sync = before
 
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
-        """Count what backward adds in here by its samples or tokens, instead of each rank the same.
+        """Weight what backward adds in here by its number of samples or tokens, instead of equally per rank.
 
         The gradients then are those of one process on the concatenated batch, whatever each rank's share of
-        it, also over passes accumulated under ``no_sync`` (weigh each of them), and with ranks that have
-        nothing (weight 0). Until they are averaged, ``.grad`` holds the sum of gradients times weights.
+        it. This holds over passes accumulated under ``no_sync`` too (weigh each of them), and for ranks that
+        have nothing (weight 0). Until they are averaged, ``.grad`` holds the sum of gradients times weights.
         """
-        return self.reducer.weigh(weight)
+        return self._reducer.weigh(weight)
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward from a loss that is a mean over ``weight`` samples or tokens."""
         with self.weigh(weight):
             loss.backward()
 
-    def _sync_buffers(self) -> None:
-        self.reducer.after_step.wait_for(
-            self._buffers_in_module.sync(
-                self._group, source=self._buffer_source, bytes_at_once=self.broadcast_bucket_size
-            )
-        )
-
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer.
 
         Or by one of ``paceline.hooks``, with None for the state.
         """
-        with self._noting_errors():
+        with self._logging.noting_errors():
             if isinstance(hook, Hook):
-                self._use(run_registered(self._group, state, hook))
-                return
-            check_hook(hook)
-            self._use(CommHook(self._group, state, hook))
+                self._use_hook(run_registered(self._group, state, hook))
+            else:
+                check_hook(hook)
+                self._use_hook(CommHook(self._group, state, hook))
 
-    def _use(self, hook: CommHook | GeneratorHook) -> None:
-        if isinstance(self.reducer.exchange, CommHook | GeneratorHook):
+    def _use_hook(self, hook: CommHook | GeneratorHook) -> None:
+        if isinstance(self._reducer.exchange, CommHook | GeneratorHook):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        self.reducer.use(hook)
+        self._reducer.use(hook)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train in here with inputs that run out on some ranks before others.
+
+        A rank without inputs takes part in the others' collectives without contributing. At the end every
+        rank has the model of one that had inputs to the last, and the state of its optimizers. Each synced
+        forward needs its backward.
+
+        Args:
+            divide_by_initial_world_size: divide sums by the number of all ranks, so that each sample counts
+                the same; if not, by the number of ranks that still have inputs. A user's communication hook
+                divides as it likes.
+            enable: False for inputs known to be even: then ranks exchange nothing about their inputs.
+            throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's join context manager calls on a rank without inputs."""
+        hook = self._uneven_inputs.enter(
+            self,
+            divides_by_all=bool(kwargs.get("divide_by_initial_world_size", True)),
+            in_graph=self._use_python_reducer,
+        )
+        self._logging.joins_uneven_inputs = True
+        return hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device for the collectives of torch's join context manager."""
+        return self._wrapped.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group for the collectives of torch's join context manager."""
+        return self.process_group
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's own state dict, without the prefix ``module.``."""
@@ -306,7 +393,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict, with the prefix ``module.`` or without."""
+        """Load a state dict, with or without the prefix ``module.``."""
         inner = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         prefixed = {f"module.{name}" for name in inner}
         if inner.isdisjoint(state_dict) or not prefixed.isdisjoint(state_dict):
@@ -317,14 +404,25 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            shared = self.__dict__.get("_share_attributes", False) and not name.startswith("__")
-            if not shared or name == "module":
+            if name not in TORCH_NAMES and not self._shares(name):
                 raise
-        # Outside the try, and past the module's own search: an error inside a property is shown as it is.
+        # Outside the try: an error inside a property is shown as it is.
+        if name in TORCH_NAMES:
+            return getattr(TorchNames(self), name)
+        # Past the module's own search, for the same reason.
         static = getattr(type(self.module), name, None)
         if isinstance(static, property) and static.fget is not None:
             return static.fget(self.module)
         return getattr(self.module, name)
+
+    def _shares(self, name: str) -> bool:
+        options = self.__dict__.get("_options")  # not there yet while a copy is made
+        return (
+            options is not None
+            and options.share_attributes
+            and not name.startswith("__")
+            and name != "module"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if not groups.is_default(self.process_group):
@@ -333,17 +431,7 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
                 "not known elsewhere; pickle the module itself, and wrap it again"
             )
         attributes = copy.copy(self.__dict__)
-        for name in (
-            "process_group",
-            "reducer",
-            "_group",
-            "_slots",
-            "_buffers_in_module",
-            "_stats",
-            "_precision",
-            "_accum_grad_hooks",
-            "forward",
-        ):
+        for name in _BUILT_ANEW:
             attributes.pop(name, None)
         return attributes
 
@@ -351,97 +439,21 @@ class DistributedDataParallel(UnevenInputs, TorchSurface):
         nn.Module.__setstate__(self, attributes)
         self.process_group = groups.default_process_group()
         self._group = Group(self.process_group)
-        self._slots = state.collect(self.module, self.parameters_to_ignore, self._delayed)
-        self._buffers_in_module = ModuleBuffers(self.module, self.parameters_to_ignore)
-        self._build_reducer()
-        if self.static_graph and self.reducer.strict is not None:
-            self.reducer.strict.static = True
-        if self._use_python_reducer:
-            self._register_accum_grad_hook()
+        self._wrapped = self._wrapped.refreshed(self._options.delayed)
+        self._build_parts()
 
-    def _place_module(self, device_ids: Any, output_device: Any) -> None:
-        parameters = self._slots.parameters
-        found = {parameter.device for parameter in parameters}
-        self.is_multi_device_module = len(found) > 1
-        self.device = parameters[0].device
-        self.device_type = self.device.type
-        if device_ids and len(device_ids) > 1:
-            raise OptionError(f"device_ids may name one device at most (device_ids: {device_ids})")
-        self.device_ids: list[int] | None = None
-        self.output_device: int | None = None
-        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
-            if device_ids or output_device:
-                raise OptionError(
-                    "device_ids and output_device are for a module on one accelerator "
-                    f"(device_ids: {device_ids}, output_device: {output_device}, "
-                    f"module: {sorted(map(str, found))})"
-                )
-            return
-        self.device_ids = [dev.resolve(device_ids[0]).index]
-        output = device_ids[0] if output_device is None else output_device
-        self.output_device = dev.resolve(output).index
 
-    def _check_equal(self) -> None:
-        options = [
-            ("the bucket caps", repr(self._caps.sizes)),
-            ("rebuild_plan", repr(self._rebuild_plan)),
-            ("delayed parameters", repr(self._delayed)),
-            ("mixed precision", repr(self.mixed_precision)),
-            ("the transport", repr(self._transport.name)),
-        ]
-        check_same(self._group, state.describe(self._slots), options, self.device)
+torch_wrapper.pass_as_torchs(DistributedDataParallel)
 
-    def _broadcast_state(self, *, source: int, buffers: bool) -> None:
-        broadcast_state(
-            self._group,
-            self.module,
-            ignored=self.parameters_to_ignore,
-            buffers=buffers,
-            source=source,
-            bytes_at_once=self.broadcast_bucket_size,
-        )
+# What a copy of a wrapper does not take over.
+_BUILT_ANEW = (
+    *("process_group", "_group", "_module_buffers", "_precision", "_reducer", "_logging"),
+    *("_uneven_inputs", "_accum_grad_hooks", "forward"),
+)
 
-    def _build_reducer(self) -> None:
-        slots, parameters, trainable = self._slots
-        planner = Planner(
-            slots,
-            trainable,
-            first_caps=BucketCaps(self._caps.first_sizes),
-            caps=BucketCaps(self._caps.sizes),
-            rebuild=self._rebuild_plan and not (self._strict and self.find_unused_parameters),
-        )
-        self._precision = self._lower_precision()
-        dtype = None if self._precision is None else self._precision.reduce_dtype
-        self.reducer = Reducer(
-            state.ReducedParameters(self._slots),
-            self._group,
-            Average(self._group) if self._precision is None else LowPrecisionAverage(self._group),
-            planner,
-            self._buffers_in_module,
-            make_recorder(self.module, slots, parameters, caps=self._caps.sizes, device=self.device),
-            AfterStep(parameters, self._precision),
-            BucketOptions(as_views=self.gradient_as_bucket_view, dtype=dtype),
-            strict=self._limits(trainable) if self._strict else None,
-        )
-        self._stats = Stats(self.reducer)
-        self._holds_wrapper = holds_wrapper(self.module)
 
-    def _limits(self, trainable: Sequence[int]) -> Strict:
-        return Strict(
-            self._slots.slots,
-            trainable,
-            rank=self._group.rank,
-            finds_unused=self.find_unused_parameters,
-            skips_unused=self.skip_all_reduce_unused_params,
-        )
-
-    def _lower_precision(self) -> Precision | None:
-        if self.mixed_precision is None:
-            return None
-        return Precision(self.mixed_precision, self.module, self.parameters_to_ignore)
-
-    def _send(self, leaf: Any) -> Any:
-        return dev.send(leaf, self.device) if isinstance(leaf, Tensor) else leaf
+def _forward_of_module(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    return self.module(*inputs, **kwargs)
 
 
 def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:

@@ -56,7 +56,8 @@ class PacelineStrategy(DDPStrategy):
         """Give this strategy its name."""
         _register(strategy_registry, cls)
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+    # mypy does not know that ours is a virtual subclass of torch's wrapper.
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:  # type: ignore[override]
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
@@ -102,7 +103,7 @@ class PacelineFabricStrategy(FabricDDPStrategy):
         """Give this strategy its name."""
         _register(strategy_registry, cls)
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # type: ignore[override]
         """Wrap a model."""
         return DistributedDataParallel(
             module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs

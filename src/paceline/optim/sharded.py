@@ -9,10 +9,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
-from paceline.ddp.join.optimizer_state import options
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
-from paceline.optim.share_state import ShareState
+from paceline.optim.share_state import ShareState, options
 from paceline.optim.shares import share_out
 from paceline.tensors.dtensor import local_of
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.ddp.join.optimizer_state import options
-
 
 class ShareState:
     """What ``torch.distributed.checkpoint`` takes for a rank's share: each rank saves and loads its own.
@@ -41,6 +39,12 @@ class ShareState:
             state.update(state_dict["state"][self._names[parameter]])
         for number, group in enumerate(self._groups):
             group.update(state_dict["groups"][str(number)])
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options, without its parameters."""
+    # Names go with the parameters, of which a share has fewer.
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _make_missing(optimizer: Optimizer) -> None:

@@ -1,14 +1,11 @@
-"""Names of torch's wrapper that its own tests and libraries reach for, beside those that users call.
-
-Each does the job that it has in torch; ``distributed.py`` has what a step is made of.
-"""
+"""Names of torch's wrapper that its own tests and libraries reach for, beside those that users call."""
 
 import contextlib
+import functools
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from types import MethodType
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,117 +16,140 @@ from paceline.comm.group import Group
 from paceline.comm.torch_distributed import as_overlapped_optimizer
 from paceline.data_parallel.scatter_gather import gather, scatter_kwargs
 from paceline.ddp.compat.builtin_hooks import builtin_hook
-from paceline.ddp.compat.logging_data import construction_data
-from paceline.ddp.compat.logging_samples import Stats
+from paceline.ddp.compat.logging_data import LoggingData
+from paceline.ddp.compat.torch_reducer import TorchReducer
+from paceline.ddp.compat.torch_wrapper import active
 from paceline.ddp.exchange.comm_hook import CommHook
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
-from paceline.ddp.state.buffers import BufferHook, BufferHookLocation, ModuleBuffers, broadcast_in_place
+from paceline.ddp.state.buffers import (
+    BufferHook,
+    BufferHookLocation,
+    ModuleBuffers,
+    broadcast_in_place,
+)
 from paceline.ddp.state.parameters import Slots
+from paceline.ddp.state.wrapped_module import WrappedModule, move_tensors
 from paceline.errors import OptionError, UnsupportedError
-from paceline.options import CapOptions, Transport
-from paceline.tensors import devices as dev
-from paceline.tensors import tree
-from paceline.tracing import fuse_reductions, untraced
+from paceline.options import WrapperOptions
 
-# torch.compile asks torch's own class which wrapper is at work.
-# Untyped, because what torch keeps in attributes we often derive.
-_Torch: Any = nn.parallel.DistributedDataParallel
+# Attributes of torch's wrapper, and where the parts of ours keep their values.
+ATTRIBUTES = {
+    "dim": "_options.dim",
+    "find_unused_parameters": "_options.find_unused_parameters",
+    "gradient_as_bucket_view": "_options.gradient_as_bucket_view",
+    "mixed_precision": "_options.mixed_precision",
+    "skip_all_reduce_unused_params": "_options.skip_all_reduce_unused_params",
+    "batched_grad_copy": "_options.batched_grad_copy",
+    "bucket_bytes_cap": "_options.caps.cap",
+    "bucket_bytes_cap_list": "_options.caps.listed",
+    "bucket_bytes_cap_default": "_options.caps.is_default",
+    "device": "_wrapped.device",
+    "device_type": "_wrapped.device.type",
+    "device_ids": "_wrapped.device_ids",
+    "output_device": "_wrapped.output_device",
+    "is_multi_device_module": "_wrapped.is_multi_device",
+    "parameters_to_ignore": "_wrapped.ignored",
+    "_distributed_rank": "_group.rank",
+    "_has_rebuilt_buckets": "_reducer.uses_rebuilt_plan",
+    "_authoritative_rank": "_uneven_inputs.final_rank",
+}
+
+# Inner steps of torch's wrapper, which would work on parts that ours does not have.
+INNER_STEPS = (
+    *("_find_common_rank", "_sync_module_buffers", "_sync_final_model"),
+    *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
+    *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"),
+    *("_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
+    *("_module_wait_for_copy_hook", "_fire_reducer_autograd_hook", "_register_accum_grad_hook"),
+    *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
+    *("_ddp_init_helper", "_assign_modules_buffers", "_passing_sync_batchnorm_handle"),
+    *("_get_parameters", "_log_and_throw", "_check_comm_hook", "_check_default_group"),
+)
 
 
-class TorchSurface(_Torch):  # type: ignore[misc]
-    """What the wrapper has in common with torch's beside what users call.
-
-    It is torch's wrapper by type only, so that ``isinstance`` checks in other code hold.
-    """
+class WrapperParts(Protocol):
+    """What is needed here of our wrapper."""
 
     module: nn.Module
-    reducer: Reducer
     process_group: Any
-    dim: int
-    device: torch.device
-    device_type: str
-    device_ids: list[int] | None
-    output_device: int | None
     static_graph: bool
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    broadcast_bucket_size: int
-    parameters_to_ignore: set[str]
-    logger: Any = None  # torch hands it to its C++ code, which takes None
-    _caps: CapOptions
+    _options: WrapperOptions
+    _wrapped: WrappedModule
     _group: Group
-    _slots: Slots
-    _transport: Transport
-    _buffers_in_module: ModuleBuffers
-    _stats: Stats
-    mixed_precision: Any
-    _use: Callable[[CommHook], None]
-    _accum_grad_hooks: Sequence[RemovableHandle] = ()
+    _module_buffers: ModuleBuffers
+    _reducer: Reducer
+    _logging: LoggingData
+    _accum_grad_hooks: Sequence[RemovableHandle]
+
+    def _use_hook(self, hook: CommHook) -> None:
+        """Reduce buckets by a hook from now on."""
+
+
+class TorchNames:
+    """Answers for the wrapper when it is asked for a name of torch's; made anew each time.
+
+    Args:
+        wrapper: our wrapper.
+    """
+
+    logger = None  # torch passes it to its C++ code, which takes None
+
+    def __init__(self, wrapper: WrapperParts) -> None:
+        self._wrapper = wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ATTRIBUTES:
+            return operator.attrgetter(ATTRIBUTES[name])(self._wrapper)
+        if name in INNER_STEPS:
+            return functools.partial(_refuse, name)
+        raise AttributeError(f"torch's wrapper has no attribute {name!r} that ours answers for", name=name)
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Bytes of the largest bucket."""
-        return self._caps.cap
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """Bytes of each bucket in turn, if they were listed."""
-        return self._caps.listed
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """Whether the first bucket is smaller than the others."""
-        return self._caps.is_default
+    def reducer(self) -> TorchReducer:
+        """Our reducer under the names of torch's."""
+        return TorchReducer(self._wrapper._reducer)
 
     def _set_static_graph(self) -> None:
-        if self.static_graph:
-            warnings.warn("the graph was said to be static before", stacklevel=2)
+        wrapper = self._wrapper
+        if wrapper.static_graph:
+            warnings.warn("the graph was declared static before", stacklevel=2)
             return
-        with self._noting_errors():
-            if self.reducer.step_number:
+        with wrapper._logging.noting_errors():
+            if wrapper._reducer.step_number:
                 raise UnsupportedError("_set_static_graph should be called before training loop starts")
-        self.static_graph = True
-        if self.reducer.strict is not None:
-            self.reducer.strict.static = True
-        if self.find_unused_parameters:
+        wrapper.static_graph = True
+        if wrapper._reducer.strict is not None:
+            wrapper._reducer.strict.static = True
+        if wrapper._options.find_unused_parameters:
             warnings.warn(
                 "find_unused_parameters=True is not needed with a static graph, which finds them by itself",
                 stacklevel=2,
             )
 
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        """Whether the plan in force is the one that the first backward taught; torch's ZeRO hooks ask."""
-        return self.reducer.uses_rebuilt_plan
-
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Outputs are marked, never cloned: there is nothing to switch off."""
+        """Accepted for compatibility, no effect: outputs are never cloned."""
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Accepted for compatibility, no effect: sparse gradients are sent with their indices."""
+
+    # Parameters
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        named = self.module.named_parameters()
-        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
+        named = self._wrapper.module.named_parameters()
+        return [parameter for name, parameter in named if name not in self._wrapper._wrapped.ignored]
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        slots, parameters, trainable = self._slots
+        slots, parameters, trainable = self._wrapper._wrapped.params
         return [parameters[index] for index in trainable], [slots[index].sparse for index in trainable]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-        names = {id(parameter): slot.name for slot, parameter in zip(*self._slots[:2], strict=True)}
-        for name, parameter in self.module.named_parameters():
-            reduced = parameter.requires_grad and name not in self.parameters_to_ignore
+        wrapper = self._wrapper
+        names = {
+            id(parameter): slot.name for slot, parameter in zip(*wrapper._wrapped.params[:2], strict=True)
+        }
+        for name, parameter in wrapper.module.named_parameters():
+            reduced = parameter.requires_grad and name not in wrapper._wrapped.ignored
             if reduced and not any(parameter is given for given in parameters):
                 raise OptionError(f"Param with name {name} is trained, but not among those given")
         if len(parameters) != len({id(parameter) for parameter in parameters} & names.keys()):
@@ -139,25 +159,12 @@ class TorchSurface(_Torch):  # type: ignore[misc]
             )
         return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
 
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+    # Module buffers
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """Module buffers that are not ignored, by name."""
-        return self._buffers_in_module.named()
+        return self._wrapper._module_buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -166,17 +173,13 @@ class TorchSurface(_Torch):  # type: ignore[misc]
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward makes module buffers equal."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._buffers_in_module.any
+        return self._wrapper._module_buffers.will_sync()
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        hook = self._buffers_in_module.hook
-        before = hook is None or hook.location is BufferHookLocation.PRE_FORWARD
-        return before and self.will_sync_module_buffers()
+        return self._wrapper._module_buffers.will_sync(BufferHookLocation.PRE_FORWARD)
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        hook = self._buffers_in_module.hook
-        after = hook is not None and hook.location is BufferHookLocation.POST_FORWARD
-        return after and self.will_sync_module_buffers()
+        return self._wrapper._module_buffers.will_sync(BufferHookLocation.POST_FORWARD)
 
     def _register_buffer_comm_hook(
         self,
@@ -185,10 +188,10 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         comm_hook_location: Any = BufferHookLocation.POST_FORWARD,
     ) -> None:
         if not callable(hook):
-            raise AssertionError(f"a hook for module buffers is something to call (hook: {hook!r})")
+            raise AssertionError(f"a hook for module buffers must be callable (hook: {hook!r})")
         # torch's own enumeration has the same names.
         location = BufferHookLocation[comm_hook_location.name]
-        self._buffers_in_module.hook = BufferHook(state, hook, location)
+        self._wrapper._module_buffers.hook = BufferHook(state, hook, location)
 
     def _default_broadcast_coalesced(
         self,
@@ -196,189 +199,113 @@ class TorchSurface(_Torch):  # type: ignore[misc]
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        buffers = self.modules_buffers if bufs is None else list(bufs)
         self._distributed_broadcast_coalesced(
-            buffers, bucket_size or self.broadcast_bucket_size, authoritative_rank
+            self.modules_buffers if bufs is None else list(bufs),
+            bucket_size or self._wrapper._module_buffers.settings.bytes_at_once,
+            authoritative_rank,
         )
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast_in_place(self._group, tensors, source=authoritative_rank, bytes_at_once=buffer_size)
+        broadcast_in_place(
+            self._wrapper._group, tensors, source=authoritative_rank, bytes_at_once=buffer_size
+        )
 
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Taken for torch's sake: which rows were touched travels with them."""
-
-    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm) and self.device_type == "cpu":
-                raise OptionError(
-                    f"SyncBatchNorm layers only work with GPU modules (layer: {name!r}, device: cpu)"
-                )
-
-    def _register_accum_grad_hook(self) -> None:
-        """Leave the averaging to hooks that compiled autograd can trace, and the forward to the module."""
-        if self.mixed_precision is not None:
-            raise OptionError("mixed precision and reductions in a compiled graph exclude each other")
-        self.reducer.grad_hooks.remove()
-        reduce = traced_reduction(self.reducer)
-        self._accum_grad_hooks = [
-            parameter.register_post_accumulate_grad_hook(reduce)
-            for parameter in self._module_parameters
-            if parameter.requires_grad
-        ]
-        setattr(self, "forward", MethodType(_traced_forward, self))  # noqa: B010  # it has a type in subclasses
-        fuse_reductions(self._caps.cap)
+    # The reducer and its group
 
     def _remove_autograd_hooks(self) -> None:
-        self.reducer.grad_hooks.remove()
-        for hook in self._accum_grad_hooks:
+        self._wrapper._reducer.grad_hooks.remove()
+        for hook in self._wrapper._accum_grad_hooks:
             hook.remove()
 
     def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finished()
+        self._wrapper._reducer.check_finished()
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with another group, of any size; ranks that are not in it keep what they have."""
+        """Continue with another group, of any size; ranks that are not in it keep what they have."""
+        wrapper = self._wrapper
         if groups.belongs_to(new_process_group):
-            self.process_group = new_process_group
-            self._group = Group(new_process_group)
-            self._share_memory()
-            self.reducer.move_to(self._group)
-
-    def _share_memory(self) -> None:
-        """Reduce in shared memory where that can be done; every rank of the group does this at once."""
-        if self._transport.may_share and self.device_type == "cpu":
-            self._group.share_memory(nbytes=sum(slot.nbytes for slot in self._slots.slots))
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self._group.rank
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {
-            **construction_data(self.module, self.reducer, self._slots.parameters),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self._caps.cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "join_uneven_inputs": int(self._stats.joins_uneven_inputs),
-            "iteration": 0,
-            **self._stats.sampled,
-            **self._last_error(),
-        }
-
-    def _last_error(self) -> dict[str, Any]:
-        strict = self.reducer.strict
-        error = self.reducer.last_error or (strict.error if strict is not None else None)
-        return {} if error is None else {"has_error": 1, "error": error}
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise OptionError(
-                f"one iteration in so many is sampled, so at least 1 (sample_rate: {sample_rate})"
-            )
-        self._stats.sample_rate = sample_rate
-
-    @contextlib.contextmanager
-    @untraced
-    def _noting_errors(self) -> Iterator[None]:
-        """Keep word of an error for the logging data."""
-        try:
-            yield
-        except Exception as error:
-            self.reducer.last_error = f"{type(error).__name__}: {error}"
-            raise
+            wrapper.process_group = new_process_group
+            wrapper._group = Group(new_process_group)
+            if wrapper._options.may_share_memory:
+                wrapper._wrapped.share_memory(wrapper._group)
+            wrapper._reducer.move_to(wrapper._group)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Average by a hook of torch's own, named by its type."""
-        make = partial(builtin_hook, kind=comm_hook_type)
-        self._use(CommHook(self._group, None, make(self._group), name=str(comm_hook_type), remake=make))
+        """Average by one of torch's built-in hooks, given its type."""
+        group = self._wrapper._group
+        make = functools.partial(builtin_hook, kind=comm_hook_type)
+        self._wrapper._use_hook(CommHook(group, None, make(group), name=str(comm_hook_type), remake=make))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Step an optimizer of torch's on each bucket as soon as it is averaged."""
+        """Step one of torch's optimizers on each bucket as soon as it is averaged."""
         if optim_params is not None:
             optim_params = list(optim_params)
-            self._refuse_foreign(optim_params)
+            _check_own(optim_params, self._wrapper._wrapped.params)
         try:
-            as_overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
-            self.reducer.accumulation.no_weights = (
-                "a fused optimizer steps before weights are known, so contributions cannot be weighed"
-            )
+            as_overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self._wrapper)
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{optim.__name__} does not support overlapped DDP, only stepping after backward"
             ) from error
+        self._wrapper._reducer.accumulation.no_weights = (
+            "contributions cannot be weighed with a fused optimizer: it would step on sums that are not "
+            "divided yet"
+        )
 
-    def _refuse_foreign(self, parameters: Sequence[Tensor]) -> None:
-        own = {id(parameter) for parameter in self._slots.parameters}
-        foreign = [place for place, parameter in enumerate(parameters) if id(parameter) not in own]
-        if foreign:
-            raise OptionError(
-                "an optimizer in backward can step the wrapped module's parameters only "
-                f"(of the {len(parameters)} given, not its own: {foreign})"
-            )
+    # The forward and its arguments
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        return _Torch._active_ddp_module
-
-    @contextlib.contextmanager
-    @untraced
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        outer = _Torch._active_ddp_module
-        _Torch._active_ddp_module = self
-        try:
-            yield
-        finally:
-            _Torch._active_ddp_module = outer
+    def _inside_ddp_forward(self) -> contextlib.AbstractContextManager[None]:
+        return active(self._wrapper)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[Any, Any]:
         """Arguments moved to a device, as one-element tuples of arguments and keywords."""
-        device = torch.device(self.device_type, device_id)
-        moved = tree.map_leaves(
-            lambda leaf: dev.send(leaf, device) if isinstance(leaf, Tensor) else leaf, (inputs, kwargs)
-        )
-        return (moved[0],), (moved[1],)
+        device = torch.device(self._wrapper._wrapped.device.type, device_id)
+        inputs, kwargs = move_tensors((inputs, kwargs), device)
+        return (inputs,), (kwargs,)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Arguments cut over devices."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+        """Arguments cut into one chunk per device."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self._wrapper._options.dim)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Outputs of several devices joined on one."""
-        return gather(outputs, output_device, dim=self.dim)
+        return gather(outputs, output_device, dim=self._wrapper._options.dim)
 
+    # Logging
 
-def holds_wrapper(module: nn.Module) -> bool:
-    """Whether a wrapper, torch's or ours, is among the module's parts."""
-    return any(isinstance(part, _Torch) for part in module.modules())
-
-
-def _traced_forward(self: TorchSurface, *inputs: Any, **kwargs: Any) -> Any:
-    return self.module(*inputs, **kwargs)
-
-
-def _elsewhere(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{name} is an inner step of torch's wrapper; docs/mapping.md says where paceline does its job"
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        wrapper = self._wrapper
+        wrapped = wrapper._wrapped
+        return wrapper._logging.data(
+            device_ids=", ".join(map(str, wrapped.device_ids or ())),
+            output_device=-1 if wrapped.output_device is None else wrapped.output_device,
+            broadcast_buffers=int(wrapper._module_buffers.settings.in_forward),
+            static_graph=int(wrapper.static_graph),
         )
 
-    return refuse
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._wrapper._logging.set_sample_rate(sample_rate)
 
 
-# Methods of torch's class that would work on parts which ours does not have.
-for _name in (
-    *("_find_common_rank", "_sync_module_buffers"),
-    *("_check_and_sync_module_buffers", "_check_global_requires_backward_grad_sync"),
-    *("_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"),
-    *("_setup_in_backward_optimizers", "_lazy_init", "_root_copy_hook"),
-    *("_module_wait_for_copy_hook", "_fire_reducer_autograd_hook"),
-    *("_register_delay_all_reduce_hook", "_delayed_all_reduce_hook", "_clear_grad_buffer"),
-    *("_ddp_init_helper", "_assign_modules_buffers"),
-):
-    setattr(TorchSurface, _name, _elsewhere(_name))
+# Every name that TorchNames answers for.
+TORCH_NAMES = frozenset(
+    (*ATTRIBUTES, *INNER_STEPS, *(name for name in vars(TorchNames) if not name.startswith("__")))
+)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{name} is an inner step of torch's wrapper; docs/mapping.md says where paceline does its job"
+    )
+
+
+def _check_own(parameters: Sequence[Tensor], params: Slots) -> None:
+    own = {id(parameter) for parameter in params.parameters}
+    foreign = [position for position, parameter in enumerate(parameters) if id(parameter) not in own]
+    if foreign:
+        raise OptionError(
+            "an optimizer in backward can step the wrapped module's parameters only "
+            f"(of the {len(parameters)} given, not its own: {foreign})"
+        )

@@ -1,1 +1,1 @@
-"""Uneven inputs: a rank that has none left shadows the others' collectives."""
+"""Uneven inputs: training goes on while some ranks have run out of them."""

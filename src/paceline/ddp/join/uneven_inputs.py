@@ -1,159 +1,182 @@
-"""What a wrapper is to torch's join context manager, with inputs and when they have run out."""
+"""Uneven inputs: what a wrapper does under torch's join context manager.
 
-from collections.abc import Callable
-from typing import Any
+Note [Uneven inputs]. At the start of every forward under join, the ranks tell each other who has inputs left.
+A rank that has none, an exhausted rank, then issues the collectives of that step without contributing to it:
+the broadcast of module buffers, and a reduction per bucket, of zeros. At the end every rank takes over the
+model, and the state of its optimizers, from a rank that had inputs to the last.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
-from paceline.ddp.compat.logging_samples import Stats
-from paceline.ddp.join.attendance import Attendance, attend
-from paceline.ddp.join.optimizer_state import take_over, watch_optimizers
+from paceline.ddp.join.optimizer_state import copy_optimizer_state, watch_optimizers
 from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.state.buffers import ModuleBuffers
+from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError, StepError
 
 
-class Shadow(JoinHook):
-    """Answers, for one wrapper, torch's join context manager.
+class ActiveRanks(NamedTuple):
+    """What the ranks told each other at the start of a step.
 
-    Args:
-        wrapper: the wrapper.
+    Attributes:
+        ranks: those that have inputs.
+        synced: whether a synced backward follows.
     """
 
-    def __init__(self, wrapper: "UnevenInputs") -> None:
-        self._wrapper = wrapper
-        super().__init__()
+    ranks: list[int]
+    synced: bool
 
-    def main_hook(self) -> None:
-        """Issue the collectives of one step of the ranks that have inputs, in their order."""
-        wrapper = self._wrapper
-        attendance = attend(wrapper._group, wrapper.device, active=False, synced=False)
-        wrapper._follow(attendance)
-        wrapper.reducer.prepare()
-        if wrapper._check_sync_bufs_pre_fwd() or wrapper._check_sync_bufs_post_fwd():
-            wrapper._sync_buffers()
-        wrapper.require_forward_param_sync = attendance.synced
-        if attendance.synced:
-            wrapper._own_grads = wrapper._own_grads or [
-                each.grad for each in wrapper.reducer.context.parameters.local
-            ]
-            wrapper.reducer.context.parameters.clear_grads(range(len(wrapper._own_grads)))
-            wrapper.reducer.run_empty_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Every rank is exhausted: all take over the model of one that was so last."""
-        for parameter, grad in zip(
-            self._wrapper.reducer.context.parameters.local, self._wrapper._own_grads or (), strict=False
-        ):
-            parameter.grad = grad
-        self._wrapper._own_grads = None
-        self._wrapper._sync_final_model(is_last_joiner)
+    @property
+    def source(self) -> int:
+        """The rank that the others take module buffers, or the final model, from."""
+        return self.ranks[-1]
 
 
-class UnevenInputs(Joinable):
-    """A wrapper's part in training with inputs that run out on some ranks before others."""
-
-    device: torch.device
-    process_group: Any
-    reducer: Reducer
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    broadcast_bucket_size: int
-    _group: Group
-    _stats: Stats
-    _use_python_reducer: bool
-    _check_sync_bufs_pre_fwd: Callable[[], bool]
-    _check_sync_bufs_post_fwd: Callable[[], bool]
-    _sync_buffers: Callable[[], None]
-    _broadcast_state: Callable[..., None]
-    _buffer_source = 0
-    _own_grads: Any = None
-    _divides_by_all = True
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train in here with inputs that run out on some ranks before others.
-
-        A rank without inputs takes part in the others' collectives with nothing; at the end every rank has
-        the model of one that had inputs to the last, and the state of its optimizers. Each synced forward
-        needs its backward.
-
-        Args:
-            divide_by_initial_world_size: let sums be divided by the number of all ranks, so that each sample
-                counts the same; if not, by the number of those that still have inputs. A user's communication
-                hook divides as it likes.
-            enable: off for inputs known to be even; then nothing is told between the ranks.
-            throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+def exchange_active(group: Group, device: torch.device, *, active: bool, synced: bool) -> ActiveRanks:
+    """Tell the other ranks whether this one has inputs and will sync, and hear the same from them."""
+    told = torch.zeros(group.size + 1, device=device)
+    told[group.rank] = float(active)
+    told[group.size] = float(active and synced)
+    group.all_reduce(told).wait(lambda: None)
+    *flags, syncing = map(round, told.tolist())
+    ranks = [rank for rank, flag in enumerate(flags) if flag]
+    if 0 < syncing < len(ranks):
+        raise StepError(
+            "some ranks synchronise this step and others only accumulate "
+            f"(ranks with inputs: {ranks}, synchronising: {syncing}, this rank: {group.rank})"
         )
+    return ActiveRanks(ranks, synced=syncing > 0)
 
-    def join_hook(self, **kwargs: Any) -> Shadow:
-        """What torch's join context manager calls on a rank without inputs."""
-        if not self.reducer.exchange.supports_join or self._use_python_reducer:
+
+class UnevenInputs:
+    """One wrapper's part in a join.
+
+    Args:
+        wrapped: the wrapper's module.
+        reducer: the wrapper's.
+        buffers: the module's.
+
+    Attributes:
+        final_rank: the rank whose model every rank has taken over, after a join.
+    """
+
+    def __init__(self, wrapped: WrappedModule, reducer: Reducer, buffers: ModuleBuffers) -> None:
+        self._wrapped = wrapped
+        self._reducer = reducer
+        self._buffers = buffers
+        self._divides_by_all = True
+        self.final_rank: int | None = None
+
+    def enter(self, wrapper: Joinable, *, divides_by_all: bool, in_graph: bool) -> "ExhaustedRank":
+        """A join context manager is made; returns what it calls once this rank's inputs have run out."""
+        if not self._reducer.exchange.supports_join or in_graph:
             raise OptionError(
-                "join is not for hooks that average parameters, nor for reductions in a compiled graph "
-                f"(hook: {self.reducer.exchange.name}, in graph: {self._use_python_reducer})"
+                "join does not work with hooks that average parameters, nor with reductions in a compiled "
+                f"graph (hook: {self._reducer.exchange.name}, in graph: {in_graph})"
             )
-        self._divides_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._stats.joins_uneven_inputs = True
+        self._divides_by_all = divides_by_all
         watch_optimizers()
-        return Shadow(self)
+        return ExhaustedRank(wrapper, self)
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the collectives of torch's join context."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group for the collectives of torch's join context."""
-        return self.process_group
-
-    def _attend(self, *, synced: bool) -> None:
-        """Hear which ranks have inputs left, at the start of a forward."""
-        if self.reducer.turns.is_shared(self.reducer):
+    def begin_forward(self, wrapper: Joinable, *, synced: bool) -> None:
+        """A forward begins on a rank that has inputs."""
+        if self._reducer.turns.is_shared(self._reducer):
             self._refuse_nested()
-        if (told := Join.notify_join_context(self)) is not None:
+        if (told := Join.notify_join_context(wrapper)) is not None:
             told.wait()
-        attendance = attend(self._group, self.device, active=True, synced=synced)
-        self._follow(attendance)
+        self._exchange(active=True, synced=synced)
 
-    def _follow(self, attendance: Attendance) -> None:
-        self._buffer_source = attendance.authority
-        if attendance.synced and not self._divides_by_all:
-            self.reducer.ranks = len(attendance.active)
+    def run_empty_step(self) -> None:
+        """On an exhausted rank, issue the collectives of one step of the others, in their order."""
+        reducer = self._reducer
+        synced = self._exchange(active=False, synced=False).synced
+        reducer.prepare()
+        if self._buffers.will_sync():
+            reducer.after_step.wait_for(self._buffers.sync(reducer.group))
+        self._buffers.settings.required = synced
+        if synced:
+            reducer.context.parameters.clear_grads()
+            reducer.run_empty_step()
+
+    def sync_final_model(self, *, was_last: bool) -> None:
+        """Make every rank's model, and the state of its optimizers, that of a rank with the most inputs."""
+        group = self._reducer.group
+        last = exchange_active(group, self._wrapped.device, active=was_last, synced=False)
+        self.final_rank = last.source
+        self._buffers.source = 0
+        self._reducer.ranks = group.size
+        bytes_at_once = self._buffers.settings.bytes_at_once
+        self._wrapped.broadcast(
+            group,
+            buffers=self._buffers.settings.in_forward,
+            source=last.source,
+            bytes_at_once=bytes_at_once,
+        )
+        if len(last.ranks) < group.size:
+            copy_optimizer_state(
+                group,
+                self._wrapped.params.parameters,
+                self._wrapped.device,
+                source=last.source,
+                bytes_at_once=bytes_at_once,
+            )
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of this rank's parameters."""
+        return [parameter.grad for parameter in self._reducer.context.parameters.local]
+
+    def set_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Give this rank's parameters these gradients."""
+        for parameter, grad in zip(self._reducer.context.parameters.local, grads, strict=True):
+            parameter.grad = grad
+
+    def _exchange(self, *, active: bool, synced: bool) -> ActiveRanks:
+        """Hear which ranks have inputs, and do what follows for this step."""
+        heard = exchange_active(self._reducer.group, self._wrapped.device, active=active, synced=synced)
+        self._buffers.source = heard.source
+        if heard.synced and not self._divides_by_all:
+            self._reducer.ranks = len(heard.ranks)
+        return heard
 
     def _refuse_nested(self) -> None:
         reason = (
             "under join a wrapper's forward needs its backward before another wrapper of the group has its "
-            "forward, because a rank without inputs cannot know the order of the others' collectives"
+            "forward, because an exhausted rank cannot know the order of the others' collectives"
         )
-        self.reducer.turns.fail_forward(self.reducer, reason)
-        raise StepError(f"{reason} (rank: {self._group.rank})")
+        self._reducer.turns.fail_forward(self._reducer, reason)
+        raise StepError(f"{reason} (rank: {self._reducer.group.rank})")
 
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Make every rank's model, and its optimizers' state, that of the last rank which had inputs."""
-        last = attend(self._group, self.device, active=is_last_joiner, synced=False)
-        self._authoritative_rank = last.authority
-        self._buffer_source = 0
-        self.reducer.ranks = self._group.size
-        self._broadcast_state(source=last.authority, buffers=self.forward_sync_buffers)
-        if len(last.active) < self._group.size:
-            take_over(
-                self._group,
-                self.reducer.context.parameters.whole,
-                self.device,
-                source=last.authority,
-                bytes_at_once=self.broadcast_bucket_size,
-            )
-        disable_join(self)
+
+class ExhaustedRank(JoinHook):
+    """What torch's join context manager calls on a rank whose inputs have run out.
+
+    Args:
+        wrapper: the wrapper, to torch's context manager.
+        inputs: its part in this join.
+    """
+
+    def __init__(self, wrapper: Joinable, inputs: UnevenInputs) -> None:
+        super().__init__()
+        self._wrapper = wrapper
+        self._inputs = inputs
+        self._own_grads: list[Tensor | None] | None = None
+
+    def main_hook(self) -> None:
+        """The ranks that have inputs run a step."""
+        if self._own_grads is None:
+            # The steps of the others end in this rank's parameters too, as in theirs.
+            self._own_grads = self._inputs.grads()
+        self._inputs.run_empty_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank is exhausted."""
+        if self._own_grads is not None:
+            self._inputs.set_grads(self._own_grads)
+        self._inputs.sync_final_model(was_last=is_last_joiner)
+        disable_join(self._wrapper)

@@ -47,7 +47,7 @@ class AfterStep:
             while self._futures:
                 self._futures.pop().wait()
             if self._precision is not None:
-                self._precision.lower_grads()
+                self._precision.cast_grads()
             self._step_optimizers()
 
     def _step_optimizers(self) -> None:

@@ -13,7 +13,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -231,6 +231,10 @@ class Reducer:
         """Sync the next backward, also that of a forward under ``no_sync``."""
         self._sync_next = True
         self.turns.expect(self)
+
+    def watch_context(self, context: int, output: Any) -> Any:
+        """A forward was called in a context of distributed autograd; returns the output to use instead."""
+        return self.distributed_autograd.watch(context, output, self.planner.order)
 
     def run_empty_step(self) -> None:
         """Take part in a step of the other ranks with zeros; parameters get the averages as theirs do."""

@@ -1,1 +1,1 @@
-"""Parameters and module buffers, kept equal over the ranks."""
+"""The wrapped module: its parameters, its buffers, its devices and its precision."""

@@ -1,6 +1,7 @@
-"""Module buffers, kept equal over the ranks."""
+"""Module buffers: kept equal on all ranks."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from paceline.comm.group import Group
 from paceline.tensors.dtensor import local_of
 
-# So many steps without a change on any rank, and buffers count as constant.
-_STEADY_STEPS = 3
+# After this many steps without a change on any rank, buffers count as constant.
+_STEPS_UNTIL_CONSTANT = 3
 
 
 class BufferHookLocation(Enum):
@@ -25,8 +26,8 @@ class BufferHook(NamedTuple):
     """A user's way of making module buffers equal.
 
     Attributes:
-        state: handed to the hook.
-        call: gets the state and the buffers by name; may return futures to be waited for after backward.
+        state: passed to the hook.
+        call: gets the state and the buffers by name; may return futures to wait for after backward.
         location: before forward or after it.
     """
 
@@ -35,90 +36,121 @@ class BufferHook(NamedTuple):
     location: BufferHookLocation
 
 
+@dataclass
+class BufferSettings:
+    """What users may set at any time, under torch's names for it.
+
+    Attributes:
+        in_forward: whether each forward makes buffers equal (``forward_sync_buffers``).
+        required: whether the next forward does (``require_forward_param_sync``); False after a forward that
+            is not synced, such as one under ``no_sync``.
+        bytes_at_once: bytes per broadcast (``broadcast_bucket_size``).
+    """
+
+    in_forward: bool = True
+    required: bool = True
+    bytes_at_once: int = 250 * 1024 * 1024
+
+
 class ModuleBuffers:
     """A module's buffers that are not ignored.
 
-    Buffers are looked up by name each time, because a module may replace them. Once no rank's have changed
-    for a few steps they are taken for constant, and broadcast no more until one changes. The ranks tell
-    each other at the end of each step, so a change to constant buffers reaches the other ranks one step
-    later.
+    Buffers are looked up by name each time, because a module may replace them. They stop being broadcast
+    after three steps in which no rank's buffers changed, until one changes. The ranks tell each other at the
+    end of each step, so a change to constant buffers reaches the other ranks one step later.
 
     Args:
         module: whose buffers.
         ignored: names to leave alone.
+        settings: when they are made equal; by default before each forward.
 
     Attributes:
-        any: whether there were buffers when last looked.
+        settings: the same.
+        any: whether there were buffers at the last look.
+        source: the rank whose buffers the others take over; under join one that still has inputs.
+        hook: the user's way of making them equal, if there is one.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], settings: BufferSettings | None = None
+    ) -> None:
         self._module = module
         self._ignored = ignored
-        self._seen: list[_Place] | None = None
+        self.settings = settings or BufferSettings()
+        self._last_synced: list[_Buffer] | None = None
+        self._unchanged_steps = 0
         self.hook: BufferHook | None = None
+        self.source = 0
         self.any = bool(self.named())
-        self._steady = 0
 
     @property
     def constant(self) -> bool:
         """Whether no rank's buffers have changed for so long that they need no broadcast."""
-        return self._steady >= _STEADY_STEPS
+        return self._unchanged_steps >= _STEPS_UNTIL_CONSTANT
 
     def learn(self, *, changed: bool) -> None:
-        """Take in what the ranks said at the end of a step."""
-        self._steady = 0 if changed else self._steady + 1
+        """Note whether any rank's buffers changed in the step that ended."""
+        self._unchanged_steps = 0 if changed else self._unchanged_steps + 1
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now."""
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
 
     def changed(self) -> bool:
-        """Whether a buffer was replaced or has other values than after the last broadcast."""
-        if self._seen is None:
+        """Whether a buffer was replaced, or has other values than after the last broadcast."""
+        if self._last_synced is None:
             return False
         # While they are broadcast, each forward looks for new ones.
-        added = self.constant and len(self._places()) != len(self._seen)
-        return added or any(place.changed() for place in self._seen)
+        added = self.constant and len(self._find()) != len(self._last_synced)
+        return added or any(buffer.changed() for buffer in self._last_synced)
 
-    def broadcast(self, group: Group, *, source: int, bytes_at_once: int) -> None:
-        """Make every rank's buffers those of one rank."""
-        places = self._places()
-        buffers = [place.buffer for place in places]
-        broadcast_in_place(group, buffers, source=source, bytes_at_once=bytes_at_once)
-        for place in places:
-            place.remember()
-        self._seen = places
-        self.any = bool(places)
+    def will_sync(self, location: BufferHookLocation | None = None) -> bool:
+        """Whether the next forward makes buffers equal; given a location, whether it does so there."""
+        here = BufferHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
+        return location in (None, here) and self.settings.required and self.settings.in_forward and self.any
 
-    def sync(self, group: Group, *, source: int, bytes_at_once: int) -> "Sequence[torch.futures.Future[Any]]":
-        """Make them equal by the user's hook, or by a broadcast unless they are constant.
+    def sync(self, group: Group) -> "Sequence[torch.futures.Future[Any]]":
+        """Make buffers equal by the user's hook, or by a broadcast unless they are constant.
 
         Returns:
-            What the hook wants waited for after backward.
+            Futures of the hook, to be waited for after backward.
         """
         if self.hook is not None:
             return self.hook.call(self.hook.state, self.named()) or ()
         if not self.constant:
-            self.broadcast(group, source=source, bytes_at_once=bytes_at_once)
+            self._broadcast(group)
         return ()
 
     def forget(self) -> None:
-        """Know nothing of earlier broadcasts, as when the group has changed."""
-        self._seen = None
-        self._steady = 0
+        """Start anew, as when the group has changed."""
+        self._last_synced = None
+        self._unchanged_steps = 0
 
-    def _places(self) -> list["_Place"]:
-        found: dict[int, _Place] = {}
+    def _broadcast(self, group: Group) -> None:
+        found = self._find()
+        broadcast_in_place(
+            group,
+            [each.buffer for each in found],
+            source=self.source,
+            bytes_at_once=self.settings.bytes_at_once,
+        )
+        for each in found:
+            each.remember()
+        self._last_synced = found
+        self.any = bool(found)
+
+    def _find(self) -> list["_Buffer"]:
+        found: dict[int, _Buffer] = {}
         for prefix, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is not None and full not in self._ignored:
-                    found.setdefault(id(buffer), _Place(module._buffers, name, buffer))
+                    found.setdefault(id(buffer), _Buffer(module._buffers, name, buffer))
         return list(found.values())
 
 
-class _Place:
-    """Where a buffer was found and what it held: its version would not tell of writes through ``.data``."""
+class _Buffer:
+    """A buffer, where it was found, and the values it had: its version misses writes through ``.data``."""
 
     def __init__(self, owner: dict[str, Tensor | None], name: str, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -134,7 +166,7 @@ class _Place:
 
 
 def broadcast_in_place(group: Group, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
-    """Write to tensors that autograd may hold for a backward to come, and have it take them as unchanged."""
+    """Write one rank's values to tensors that autograd may have saved, without autograd noticing a change."""
     local = [local_of(tensor) for tensor in tensors]
     # torch 2.13; it is what torch's own wrapper uses.
     unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(local))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A module's parameters as slots."""
+"""A module's parameters: which of them are averaged, and that all ranks have the same."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ class Slots(NamedTuple):
     """Every parameter that may get a gradient, in the module's order.
 
     Attributes:
-        slots: what never changes of each.
+        slots: what never changes of each: its index, name and size. Plans and buckets refer to parameters by
+            that index.
         parameters: the parameters themselves.
         trainable: the indices of those that require a gradient now.
     """
@@ -58,17 +59,20 @@ class ReducedParameters:
         for part in self._parts:
             part.keep_hooks()
 
-    def clear_grads(self, slots: Iterable[int]) -> None:
-        """Set ``.grad`` to None."""
-        for slot in slots:
+    def clear_grads(self, slots: Iterable[int] | None = None) -> None:
+        """Set ``.grad`` to None, of all parameters or of some."""
+        for slot in range(len(self.local)) if slots is None else slots:
             self.local[slot].grad = None
 
 
-def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, awaited: Any) -> list[str]:
-    """The names of parameters that are to be reduced last, with the one whose gradient they wait for."""
+def delayed_names(
+    module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, awaited: Any
+) -> list[str]:
+    """Names of the parameters that are reduced last, and of the one whose gradient they wait for."""
     if (named is None) != (awaited is None):
         raise OptionError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce go together: which, and until when"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together: which parameters wait, "
+            "and for which"
         )
     if named is None:
         return []
@@ -81,12 +85,18 @@ def delayed(module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, aw
     return [names[id(parameter)] for _, parameter in chosen]
 
 
-def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str] = ()) -> Slots:
+def collect_slots(module: nn.Module, ignored: Collection[str], delayed: Collection[str] = ()) -> Slots:
     """The slots of a module; a parameter that is shared inside it has one, under its first name."""
     sparse = set(sparse_parameters(module))
     found = Slots([], [], [])
     for name, parameter in module.named_parameters():
-        if name in ignored or not (parameter.is_floating_point() or parameter.is_complex()):
+        if name in ignored:
+            continue
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise WrapError(
+                f"a lazy module must be called once before it is wrapped (uninitialised: {name!r})"
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         numel = local_of(parameter).numel()
         slot = Slot(
@@ -105,26 +115,26 @@ def collect(module: nn.Module, ignored: Collection[str], delayed: Collection[str
     return found
 
 
-def describe(found: Slots) -> list[tuple[str, str]]:
-    """Each slot in words that are equal on two ranks if the slots are."""
-    pairs = zip(found.slots, found.parameters, strict=True)
-    return [(slot.name, _view(slot, parameter)) for slot, parameter in pairs]
-
-
-def refuse_shards(found: Slots, group: Group) -> None:
-    """Raise if ranks that are to average hold different parts of a DTensor parameter."""
-    for slot, parameter in zip(found.slots, found.parameters, strict=True):
+def check_shards(params: Slots, group: Group) -> None:
+    """Raise if ranks that would average hold different parts of a DTensor parameter."""
+    for slot, parameter in zip(params.slots, params.parameters, strict=True):
         others = ranks_with_other_parts(parameter)
         if others and len(shared := others.intersection(group.global_ranks)) > 1:
             parts = describe_parts(parameter)
             raise WrapError(
-                "ranks that average must hold the same part of each parameter; pass the group, or the "
-                f"dimension of the mesh, that is for data (parameter: {slot.name!r}{parts}, "
+                "ranks that average must hold the same part of each parameter; pass the process group, or "
+                f"the dimension of the mesh, for data parallelism (parameter: {slot.name!r}{parts}, "
                 f"ranks with other parts of it: {sorted(shared)})"
             )
 
 
-def _view(slot: Slot, parameter: Parameter) -> str:
+def describe_slots(params: Slots) -> list[tuple[str, str]]:
+    """Each parameter's name and a text that is equal on two ranks if the parameters are alike."""
+    pairs = zip(params.slots, params.parameters, strict=True)
+    return [(slot.name, _description(slot, parameter)) for slot, parameter in pairs]
+
+
+def _description(slot: Slot, parameter: Parameter) -> str:
     trained = "frozen" if not parameter.requires_grad else "sparse" if slot.sparse else "trained"
     local = local_of(parameter)
     return (

@@ -1,10 +1,10 @@
-"""Mixed precision: low-precision parameters for forward and backward, full ones for everything else.
+"""Mixed precision: low-precision parameters for forward and backward, full precision everywhere else.
 
-Note [Low copies]. While the module's forward runs, its parameters are replaced by low-precision copies, which
-autograd knows as made from them. So the graph keeps the copies that it needs, however often it is gone
-through, and gradients arrive at the parameters in full precision. While a backward over that graph runs, the
-same copies are in place again, for checkpoints that are recomputed. Whoever looks at the module at any other
-time finds the parameters as they are. torch swaps the parameters' data instead, from forward to the end of a
+Note [Low-precision copies]. While the module's forward runs, its parameters are replaced by low-precision
+copies, made by an operation that autograd records. So the graph keeps the copies that it needs, however often
+backward runs over it, and gradients reach the parameters in full precision. While a backward over that graph
+runs, the same copies are in place again, for checkpoints that are recomputed. At any other time the module
+has its parameters as they are. torch swaps the parameters' data instead, from forward to the end of a
 synced backward: whatever is written to them meanwhile is lost.
 """
 
@@ -25,15 +25,14 @@ from paceline.tensors import tree
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is computed and sent in which data type; None leaves it as it is.
+    """The data types to compute and to communicate in; None keeps what there is.
 
     Attributes:
         param_dtype: of parameters in forward and backward, and of floating-point inputs.
-        reduce_dtype: in which gradients are averaged; ``param_dtype`` if None.
+        reduce_dtype: of gradients while they are averaged; ``param_dtype`` if None.
         buffer_dtype: of module buffers, from the moment the module is wrapped.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
-        keep_low_precision_grads: leave averaged gradients in ``param_dtype``, for optimizers that take them
-        so.
+        keep_low_precision_grads: leave averaged gradients in ``param_dtype``, for optimizers that expect it.
     """
 
     param_dtype: torch.dtype | None = None
@@ -52,8 +51,8 @@ class Precision:
         ignored: names to leave alone.
 
     Attributes:
-        policy: what is computed and sent in which data type.
-        reduce_dtype: in which gradients travel; None for each parameter's own.
+        policy: the data types.
+        reduce_dtype: of gradients while they are averaged; None for each parameter's own.
     """
 
     def __init__(self, policy: Any, module: nn.Module, ignored: Collection[str]) -> None:
@@ -62,37 +61,39 @@ class Precision:
         self._module = module
         self._ignored = ignored
         self._cast_buffers()
-        self._name_copies()
+        self._set_torch_attributes()
 
     def cast_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs in the precision that the module works in."""
+        """The inputs in the precision that the module computes in."""
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return inputs, kwargs
         return tree.map_leaves(lambda leaf: _cast(leaf, dtype), (inputs, kwargs))  # type: ignore[no-any-return]
 
-    def copies(self) -> "LowCopies":
-        """New copies of the parameters as they are."""
+    def copies(self) -> "LowPrecisionCopies":
+        """New copies of the parameters, with their present values."""
         dtype = self.policy.param_dtype
         if dtype is None:
-            return LowCopies(self._module, [], {})
+            return LowPrecisionCopies(self._module, [], {})
         places = self._places()
         sparse = set(sparse_parameters(self._module))
         copies: dict[int, Tensor] = {}
         for _, _, parameter in places:
             if id(parameter) not in copies:
-                copies[id(parameter)] = _low_copy(parameter, dtype, is_sparse=id(parameter) in sparse)
-        return LowCopies(self._module, places, copies)
+                copies[id(parameter)] = _low_precision_copy(
+                    parameter, dtype, is_sparse=id(parameter) in sparse
+                )
+        return LowPrecisionCopies(self._module, places, copies)
 
-    def lower_grads(self) -> None:
-        """Leave gradients in low precision, if the policy says so."""
+    def cast_grads(self) -> None:
+        """Cast gradients to low precision, if the policy says so."""
         if self.policy.keep_low_precision_grads and self.policy.param_dtype is not None:
             for _, _, parameter in self._places():
                 if parameter.grad is not None:
-                    _set_low_grad(parameter, parameter.grad.to(self.policy.param_dtype))
+                    _set_low_precision_grad(parameter, parameter.grad.to(self.policy.param_dtype))
 
     def _places(self) -> list[tuple[nn.Module, str, Parameter]]:
-        """Where the parameters are now; a shared one is in several places."""
+        """Layer, name and parameter; a shared parameter is in several layers."""
         found = []
         for prefix, owner in self._module.named_modules():
             for name, parameter in owner._parameters.items():
@@ -101,8 +102,8 @@ class Precision:
                     found.append((owner, name, parameter))
         return found
 
-    def _name_copies(self) -> None:
-        """Give parameters the attributes by which torch's tests know low and full values."""
+    def _set_torch_attributes(self) -> None:
+        """Give parameters the attributes in which torch's tests look up the low and the full data type."""
         for _, _, parameter in self._places():
             low = self.policy.param_dtype or parameter.dtype
             parameter._mp_param = torch.empty(0, dtype=low)  # type: ignore[attr-defined]
@@ -115,8 +116,8 @@ class Precision:
                 buffer.data = buffer.to(dtype)
 
 
-class LowCopies:
-    """One forward's copies, to be put in the parameters' place and taken out again.
+class LowPrecisionCopies:
+    """The copies of one forward, which take the parameters' place in the module for a while.
 
     A backward over that forward's graph needs them in place too, where it recomputes a checkpointed part. It
     holds this object, so modules are held weakly: a module may keep its output, and through it the graph.
@@ -136,28 +137,28 @@ class LowCopies:
         self._recurrent = [weakref.ref(each) for each in module.modules() if isinstance(each, nn.RNNBase)]
         self._places = [(weakref.ref(owner), name, parameter) for owner, name, parameter in places]
         self._copies = copies
-        self._is_in = False
+        self._installed = False
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the copies in the parameters' place."""
-        self.put()
+        self.install()
         try:
             yield
         finally:
-            self.take_out()
+            self.restore()
 
-    def put(self) -> bool:
-        """Put the copies in; returns whether they were not in yet."""
-        if self._is_in:
+    def install(self) -> bool:
+        """Put the copies in the parameters' place; returns False if they were there already."""
+        if self._installed:
             return False
-        self._is_in = True
+        self._installed = True
         self._set({id(parameter): self._copies[id(parameter)] for _, _, parameter in self._places})
         return True
 
-    def take_out(self) -> None:
+    def restore(self) -> None:
         """Put the parameters back."""
-        self._is_in = False
+        self._installed = False
         self._set({id(parameter): parameter for _, _, parameter in self._places})
 
     def _set(self, tensors: Mapping[int, Any]) -> None:
@@ -170,18 +171,18 @@ class LowCopies:
 
 
 def _read(policy: Any) -> MixedPrecision:
-    """Our own policy, from whatever has its attributes."""
+    """Our own policy, from any object that has some of its attributes."""
     default = MixedPrecision()
     named = {name: getattr(policy, name, getattr(default, name)) for name in MixedPrecision.__annotations__}
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = named[name]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise OptionError(f"mixed precision needs floating-point types ({name}: {dtype!r})")
+            raise OptionError(f"mixed precision needs floating-point data types ({name}: {dtype!r})")
     return MixedPrecision(**named)
 
 
 class _Cast(torch.autograd.Function):
-    """A copy in another type; unlike torch's own it takes sparse gradients back."""
+    """A copy in another data type; unlike ``Tensor.to`` it passes sparse gradients back."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,10 +194,10 @@ class _Cast(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _low_copy(parameter: Parameter, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
+def _low_precision_copy(parameter: Parameter, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
     if is_sparse:
-        low: Tensor = _Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
-        return low
+        copy: Tensor = _Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+        return copy
     return parameter.to(dtype)
 
 
@@ -204,7 +205,7 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _set_low_grad(parameter: Parameter, grad: Tensor) -> None:
+def _set_low_precision_grad(parameter: Parameter, grad: Tensor) -> None:
     # torch checks types when a gradient is set, and not when data is.
     full = parameter.data
     parameter.grad = None

@@ -1,0 +1,64 @@
+"""Our wrapper as torch's: for ``isinstance``, for torch.compile, and for names that torch asks of the class.
+
+Private parts of torch that are used here, tried with torch 2.13: ``_active_ddp_module`` of torch's wrapper,
+which torch.compile reads to cut its graphs at the bounds of buckets. Without it graphs are not cut.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from paceline.tracing import untraced
+
+_TorchWrapper: Any = nn.parallel.DistributedDataParallel
+
+
+def pass_as_torchs(wrapper: type) -> None:
+    """Have ``isinstance`` take instances of our class for torch's wrapper, as libraries do."""
+    _TorchWrapper.register(wrapper)
+
+
+def holds_wrapper(module: nn.Module) -> bool:
+    """Whether a wrapper, torch's or ours, is among the module's parts."""
+    return any(isinstance(part, _TorchWrapper) for part in module.modules())
+
+
+def active_wrapper() -> Any:
+    """The wrapper whose forward is running; None outside of any."""
+    return _TorchWrapper._active_ddp_module
+
+
+@contextlib.contextmanager
+@untraced
+def active(wrapper: object) -> Iterator[None]:
+    """Name the wrapper whose forward runs in here, and afterwards the outer one again."""
+    outer = _TorchWrapper._active_ddp_module
+    _TorchWrapper._active_ddp_module = wrapper
+    try:
+        yield
+    finally:
+        _TorchWrapper._active_ddp_module = outer
+
+
+class ActiveWrapper:
+    """``_active_ddp_module`` as an attribute of our class: always torch's."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return active_wrapper()
+
+
+def ignore_names(module: nn.Module, params_and_buffers_to_ignore: Sequence[str]) -> None:
+    """Have a wrapper leave parameters and buffers of these names alone."""
+    module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in params_and_buffers_to_ignore:
+            tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def managed_parameters(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+    """A module's parameters that are not ignored, with their names if asked."""
+    for name, parameter in module.named_parameters():
+        if not hasattr(parameter, "_ddp_ignored"):
+            yield (name, parameter) if named_params else parameter
