@@ -11,15 +11,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.host_leaders import HostLeaders, open_process_group
 from paceline.comm.peer_notes import PeerNotes
-from paceline.comm.pending import Pending, SegmentsPending, WorkPending
+from paceline.comm.pending import ChunksPending, Pending, WorkPending
 from paceline.comm.shm.local_ranks import LocalRanks
 from paceline.comm.shm.transport import SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, WrapError
 
-# Long messages of bytes are sent in segments. When they are sent whole, in both directions at once,
-# acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in segments
+# Long messages of bytes are sent in chunks. When they are sent whole, in both directions at once,
+# acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in chunks
 # 220 ms, which is what the wire needs.
-_SEGMENT_BYTES = 256 * 1024
+_CHUNK_BYTES = 256 * 1024
 # Numbers the wrappers of one process group in the order in which they are made, the same on every rank.
 _wrapper_numbers: dict[str, "itertools.count[int]"] = {}
 
@@ -141,21 +141,17 @@ class Group:
 
     def all_gather(self, row: Tensor) -> Pending:
         """Begin to fetch every rank's row, a tensor of one row, in the order of the ranks."""
-        return SegmentsPending(
-            [self._gather_segment(segment) for segment in row.split(_SEGMENT_BYTES, dim=1)]
-        )
+        return ChunksPending([self._gather_chunk(chunk) for chunk in row.split(_CHUNK_BYTES, dim=1)])
 
-    def _gather_segment(self, row: Tensor) -> Pending:
+    def _gather_chunk(self, row: Tensor) -> Pending:
         rows = row.new_empty((self.size, row.shape[1]))
         return WorkPending(self.process_group._allgather_base(rows, row.contiguous()), rows)
 
     def all_to_all(self, rows: Tensor) -> Pending:
         """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
-        return SegmentsPending(
-            [self._exchange_segment(segment) for segment in rows.split(_SEGMENT_BYTES, dim=1)]
-        )
+        return ChunksPending([self._exchange_chunk(chunk) for chunk in rows.split(_CHUNK_BYTES, dim=1)])
 
-    def _exchange_segment(self, rows: Tensor) -> Pending:
+    def _exchange_chunk(self, rows: Tensor) -> Pending:
         rows = rows.contiguous()
         received = torch.empty_like(rows)
         return WorkPending(self.process_group.alltoall_base(received, rows, [], []), received)

@@ -65,20 +65,20 @@ class WorkPending:
         return bool(self._work.is_completed()) and not self._work.is_success()
 
 
-class SegmentsPending:
-    """The segments of one message of rows, each of which is a collective of its own."""
+class ChunksPending:
+    """The chunks of one message of rows, each of which is a collective of its own."""
 
-    def __init__(self, segments: Sequence[Pending]) -> None:
-        self._segments = segments
+    def __init__(self, chunks: Sequence[Pending]) -> None:
+        self._chunks = chunks
 
     def wait(self, on_slow: OnSlow) -> Tensor:
-        """Wait for all segments; returns the whole rows."""
-        rows = [segment.wait(on_slow) for segment in self._segments]
+        """Wait for all chunks; returns the whole rows."""
+        rows = [chunk.wait(on_slow) for chunk in self._chunks]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def done(self) -> bool:
-        """Whether all segments are there."""
-        return all(segment.done() for segment in self._segments)
+        """Whether all chunks are there."""
+        return all(chunk.done() for chunk in self._chunks)
 
 
 class FuturePending:
