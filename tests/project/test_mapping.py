@@ -152,7 +152,7 @@ def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
 
 RIGHT = (
     "| `join` | job | `ddp/join/uneven_inputs.py::UnevenInputs.join` "
-    "| `tests/ranks/test_ddp_join.py::test_join_can_be_switched_off` |"
+    "| `tests/ranks/ddp/test_join.py::test_join_can_be_switched_off` |"
 )
 
 
@@ -162,10 +162,10 @@ RIGHT = (
         ("", "", None),
         ("uneven_inputs.py", "attic.py", "there is no ddp/join/attic.py::UnevenInputs.join in paceline"),
         (".join`", ".joint`", "there is no ddp/join/uneven_inputs.py::UnevenInputs.joint in paceline"),
-        ("test_ddp_join.py", "test_attic.py", "there is no test tests/ranks/test_attic.py::test_join_can"),
-        ("_switched_off", "_switched_on", "there is no test tests/ranks/test_ddp_join.py::test_join_can_be_"),
-        ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/test_ddp_join"),
-        ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/test_ddp_join.py::in"),
+        ("test_join.py", "test_attic.py", "there is no test tests/ranks/ddp/test_attic.py::test_join_can"),
+        ("_switched_off", "_switched_on", "there is no test tests/ranks/ddp/test_join.py::test_join_can_be_"),
+        ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/ddp/test_join"),
+        ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/ddp/test_join.py::in"),
         ("`ddp/join/uneven_inputs.py::UnevenInputs.join`", "somewhere", "a row needs a name, a place and"),
         ("| job ", "", "a row needs a name, a place and a test"),
         ("`join`", "`joint`", "no row for join under 'Join'"),

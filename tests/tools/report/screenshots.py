@@ -1,11 +1,11 @@
-"""Makes the pictures of the page that the documents show: ``python tests/pages/screenshots.py docs``."""
+"""Makes the pictures of the page that the documents show: ``python tests/tools/report/screenshots.py docs``."""
 
 import base64
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from browser import open_browser, resize, set_scheme, show
 from recordings import Run, Slow, write

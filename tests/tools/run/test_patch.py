@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from running import paceline, script
 
-SCRIPTS = Path(__file__).parents[1] / "conformance/same_script/scripts"
+SCRIPTS = Path(__file__).parents[2] / "conformance/same_script/scripts"
 SECONDS = 60
 # Runs a script that says nothing of its wrapper, and says what the names mean, before torch is imported in
 # this process and in one that it spawns.
