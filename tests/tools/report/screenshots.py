@@ -1,4 +1,4 @@
-"""Makes the pictures of the page that the documents show: ``python tests/tools/report/screenshots.py docs``."""
+"""Screenshots of the report page for the docs: ``python tests/tools/report/screenshots.py docs``."""
 
 import base64
 import sys
