@@ -211,7 +211,7 @@ def test_results_are_on_the_device_where_the_rank_had_its_own() -> None:
 
 
 def test_a_view_is_sent_without_the_rest_of_its_memory() -> None:
-    assert len(_pack(torch.zeros(100_000)[:1], [0]).packed) < 10_000
+    assert len(_pack(torch.zeros(100_000)[:1], [0])[1]) < 10_000
 
 
 class Unpicklable:
@@ -254,19 +254,16 @@ def mistake(rank: int, name: str) -> str:
             "values differs between ranks (rank 0: torch.float32, rows (2,); rank 1: torch.float32, ro",
         ),
         ("keys", "values['y'] differs between ranks (rank 0: torch.float32, rows (); rank 1: nothing)"),
-        ("length", "rank 1 cannot be gathered: SamplesError: values[0] must have a row or an entry for each"),
-        ("values without indices", "must have a row or an entry for each index (it has: 2, indices: 0)"),
-        (
-            "not a column",
-            "values['loss'] must be a tensor with a row a sample, or a list with an entry a sam",
-        ),
-        ("no rows", "values must be a tensor with a row a sample"),
+        ("length", "rank 1 cannot be gathered: SamplesError: values[0] must have one row or entry per index"),
+        ("values without indices", "must have one row or entry per index (rows: 2, indices: 0)"),
+        ("not a column", "values['loss'] must be a tensor with one row per sample, or a list with one entry"),
+        ("no rows", "values must be a tensor with one row per sample"),
         ("index", "rank 1 cannot be gathered: TypeError: 'float' object cannot be interpreted as an integer"),
         ("negative", "a sample's index must not be negative (index: -1)"),
         ("unpicklable", "rank 1 cannot be gathered: TypeError: cannot be pickled"),
-        ("twice", "samples came more than once (how many: 2, times too often: 2, the first of them: [0, 1])"),
-        ("missing", "samples did not come (how many: 1, the first of them: [2])"),
-        ("fewer", "not as many samples came as expected (came: 4, expected: 5)"),
+        ("twice", "samples came more than once (samples: 2, repetitions: 2, the first of them: [0, 1])"),
+        ("missing", "samples are missing (samples: 1, the first of them: [2])"),
+        ("fewer", "the number of samples is not the expected one (found: 4, expected: 5)"),
     ],
     ids=lambda value: value.split(" (")[0][:22],
 )

@@ -157,11 +157,11 @@ def test_states_that_do_not_fit_are_refused(state: dict[str, Any], complaint: st
 
 def test_more_than_was_handed_out_cannot_have_been_consumed() -> None:
     sampler = ShardedSampler(LENGTH, 2, 1)
-    with pytest.raises(OptionError, match=r"no samples have been handed out yet \(consumed: 2\)"):
+    with pytest.raises(OptionError, match=r"has not returned any samples yet \(consumed: 2\)"):
         sampler.state_dict(consumed=2)
     [*islice(sampler, 4)]
     for consumed in (5, -1):
-        with pytest.raises(OptionError, match=rf"\(consumed: {consumed}, handed out: 4\)"):
+        with pytest.raises(OptionError, match=rf"\(consumed: {consumed}, returned: 4\)"):
             sampler.state_dict(consumed=consumed)
     assert len([*sampler]) == 11
     # A last batch that is not full, counted as if it were.

@@ -116,7 +116,7 @@ def test_a_device_that_is_not_here_is_refused_by_name(device: Any) -> None:
 
 @pytest.mark.parametrize("device", NO_DEVICE)
 def test_what_is_no_device_is_refused(device: Any) -> None:
-    with pytest.raises(DeviceError, match="a device is an index, a name or") as caught:
+    with pytest.raises(DeviceError, match="a device must be an index, a name or") as caught:
         dev.resolve(device)
     assert repr(device) in str(caught.value)
 
@@ -149,13 +149,13 @@ def test_a_wrong_device_among_others_is_named() -> None:
 
 def test_without_an_accelerator_the_cpu_is_current() -> None:
     assert dev.all_accelerators() == ()
-    assert dev.current() == CPU
+    assert dev.current_device() == CPU
 
 
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
 def test_plain_devices_have_no_stream_and_need_no_switch(device: torch.device) -> None:
     assert dev.current_stream(device) is None
-    with dev.working_on(device):
+    with dev.use_device(device):
         pass
 
 
@@ -189,10 +189,10 @@ class TestWithAnAccelerator:
 
     def test_every_device_is_listed_and_one_is_current(self) -> None:
         assert dev.all_accelerators() == (torch.device("cuda", 0), torch.device("cuda", 1))
-        assert dev.current() == torch.device("cuda", 1)
+        assert dev.current_device() == torch.device("cuda", 1)
 
     def test_the_device_and_the_stream_are_switched_and_restored(self, card: Card) -> None:
-        with dev.working_on(torch.device("cuda", 0), "s"):
+        with dev.use_device(torch.device("cuda", 0), "s"):
             card.events.append("work")
         assert card.events == [
             ("device", 0),
@@ -203,7 +203,7 @@ class TestWithAnAccelerator:
         ]
 
     def test_nothing_is_switched_before_the_context_is_entered(self, card: Card) -> None:
-        context = dev.working_on(torch.device("cuda", 0), "s")
+        context = dev.use_device(torch.device("cuda", 0), "s")
         before = list(card.events)
         with context:
             pass

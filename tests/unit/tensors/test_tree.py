@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, register_constant, register_pytree_node
 
 from paceline.tensors import tree
-from paceline.tensors.tree import Field
+from paceline.tensors.tree import AttributeKey
 
 Pair = namedtuple("Pair", ["a", "b"])
 Nothing = namedtuple("Nothing", [])
@@ -157,11 +157,11 @@ register_constant(Constant)
     ids=lambda value: type(value).__name__ if not isinstance(value, list) or type(value) is not list else "",
 )
 def test_a_container_opens_and_is_rebuilt_as_its_own_type(container: Any, keys: list[Any]) -> None:
-    node = tree.open_node(container)
-    assert node is not None
-    assert list(node.keys) == keys
-    assert list(node.children) == [1, 2]
-    rebuilt = node.rebuild([1, 2])
+    opened = tree.open_container(container)
+    assert opened is not None
+    assert list(opened.keys) == keys
+    assert list(opened.children) == [1, 2]
+    rebuilt = opened.rebuild([1, 2])
     assert type(rebuilt) is type(container)
     assert rebuilt is not container
     assert rebuilt == container
@@ -173,10 +173,9 @@ def test_a_container_opens_and_is_rebuilt_as_its_own_type(container: Any, keys: 
     ids=lambda container: type(container).__name__,
 )
 def test_rebuilding_leaves_the_original_alone(container: Any) -> None:
-    node = tree.open_node(container)
-    rebuilt = node.rebuild(["new", "newer"])
-    assert list(tree.open_node(rebuilt).children) == ["new", "newer"]
-    assert list(tree.open_node(container).children) == [1, 2]
+    rebuilt = tree.open_container(container).rebuild(["new", "newer"])
+    assert list(tree.open_container(rebuilt).children) == ["new", "newer"]
+    assert list(tree.open_container(container).children) == [1, 2]
 
 
 def test_a_defaultdict_keeps_its_factory() -> None:
@@ -205,17 +204,17 @@ def test_a_return_type_of_torch_is_rebuilt() -> None:
 def test_a_registered_type_opens_under_its_keys_and_keeps_its_context(
     kind: type[Box], keys: list[Any]
 ) -> None:
-    node = tree.open_node(kind(1, 2, label="it"))
-    assert list(node.keys) == keys
-    rebuilt = node.rebuild([3, 4])
+    container = tree.open_container(kind(1, 2, label="it"))
+    assert list(container.keys) == keys
+    rebuilt = container.rebuild([3, 4])
     assert type(rebuilt) is kind
     assert tuple(rebuilt.items) == (3, 4)
     assert rebuilt.label == "it"
 
 
 def test_a_dataclass_is_rebuilt_without_running_its_constructor() -> None:
-    assert tree.open_node(Positive(1)).rebuild([-1, 0]).x == -1
-    computed = tree.open_node(Computed(1, scale=5)).rebuild([2, 3])
+    assert tree.open_container(Positive(1)).rebuild([-1, 0]).x == -1
+    computed = tree.open_container(Computed(1, scale=5)).rebuild([2, 3])
     assert (computed.x, computed.y) == (2, 3)
 
 
@@ -256,7 +255,7 @@ def test_a_field_without_a_value_stays_without() -> None:
     ids=lambda leaf: repr(leaf).split(" at ")[0],
 )
 def test_other_objects_are_leaves(leaf: Any) -> None:
-    assert tree.open_node(leaf) is None
+    assert tree.open_container(leaf) is None
     assert [*tree.leaves(leaf)] == [leaf]
     assert tree.map_leaves(lambda value: (value,), leaf)[0] is leaf
 
@@ -279,9 +278,9 @@ def test_other_objects_are_leaves(leaf: Any) -> None:
     ids=lambda empty: repr(empty).split(" at ")[0],
 )
 def test_an_empty_container_has_no_leaves_and_is_rebuilt(empty: Any) -> None:
-    node = tree.open_node(empty)
-    assert node is not None
-    assert not node.children
+    container = tree.open_container(empty)
+    assert container is not None
+    assert not container.children
     assert not [*tree.leaves(empty)]
     assert type(tree.map_leaves(lambda value: (value,), empty)) is type(empty)
 
@@ -296,11 +295,11 @@ def test_map_leaves_keeps_the_structure() -> None:
     assert tree.map_leaves(lambda leaf: leaf * 10, nest) == {"a": [10, (20,)], "b": Pair(30, Frozen(40, 50))}
 
 
-def paths(obj: Any, path: tree.Path = None) -> list[str]:
-    node = tree.open_node(obj)
-    if node is None:
-        return [tree.show(path, "root")]
-    pairs = zip(node.keys, node.children, strict=True)
+def paths(obj: Any, path: tree.KeyPath = None) -> list[str]:
+    container = tree.open_container(obj)
+    if container is None:
+        return [tree.format_path(path, "root")]
+    pairs = zip(container.keys, container.children, strict=True)
     return [shown for key, child in pairs for shown in paths(child, (path, key))]
 
 
@@ -326,9 +325,9 @@ def test_a_path_is_shown_as_python_writes_it(obj: Any, expected: list[str]) -> N
 
 
 def test_a_field_is_a_string_shown_as_an_attribute() -> None:
-    assert Field("x") == "x"
-    assert tree.show((None, Field("x")), "root") == "root.x"
-    assert tree.show((None, "x"), "root") == "root['x']"
+    assert AttributeKey("x") == "x"
+    assert tree.format_path((None, AttributeKey("x")), "root") == "root.x"
+    assert tree.format_path((None, "x"), "root") == "root['x']"
 
 
 @pytest.mark.parametrize(
