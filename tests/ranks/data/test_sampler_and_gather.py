@@ -64,7 +64,7 @@ def test_evaluation_counts_each_sample_once_and_restores_the_order(three: RankPo
         assert torchs == SAMPLES + 1
         assert torch.equal(in_order, want)
         assert torch.equal(dropped, want)
-        assert complaint.startswith("samples came more than once (how many: 1, times too often: 1")
+        assert complaint.startswith("samples came more than once (samples: 1, repetitions: 1")
 
 
 def net() -> nn.Module:
