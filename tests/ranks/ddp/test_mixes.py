@@ -194,7 +194,7 @@ def sharded_and_left_out(rank: int) -> None:
     optimizer = ShardedOptimizer(ddp, torch.optim.Adam, lr=0.1)
     ddp._join_config = ddp._join_config._replace(enable=True)
     ddp(rows(rank)).sum().backward()
-    with pytest.raises(OptionError, match="give the optimizer to Join too"):
+    with pytest.raises(OptionError, match="the optimizer must join too"):
         optimizer.step()
 
 

@@ -55,7 +55,7 @@ def steps_as_plain(rank: int, name: str, clip: bool) -> None:
 
 def refuses_parameters(_: int) -> None:
     parameters: Any = DistributedDataParallel(Net()).parameters()
-    with pytest.raises(OptionError, match=r"is given paceline's wrapper.*\(given: generator\)"):
+    with pytest.raises(OptionError, match=r"must be paceline's wrapper.*\(given: generator\)"):
         ShardedOptimizer(parameters, torch.optim.Adam, lr=0.1)
 
 
@@ -121,7 +121,7 @@ def saved_and_loaded(rank: int, target: int, into: str) -> None:
         whole = sharded.state_dict()
         _assert_same_state(whole, plain.state_dict())
     else:
-        with pytest.raises(ShardError, match="spread over the ranks"):
+        with pytest.raises(ShardError, match="split over the ranks"):
             sharded.state_dict()
     box = [whole if rank == target else None]
     distributed.broadcast_object_list(box, src=target)
@@ -197,7 +197,7 @@ def raising(rank: int) -> None:
     train(ddp, optimizer, rank)
     optimizer.zero_grad()
     ddp(rows(rank)).square().mean().backward()
-    own = optimizer._own
+    own = optimizer._local_optimizer
     handle = own.register_step_pre_hook(lambda *_: 1 / 0) if rank == 1 else None
     with pytest.raises(ZeroDivisionError) if handle else contextlib.nullcontext():
         optimizer.step()
@@ -226,7 +226,7 @@ def refused(rank: int) -> None:
     with pytest.raises(ShardError):
         optimizer.state_dict()
     ddp._update_process_group(distributed.new_group())
-    with pytest.raises(ShardError, match="another group"):
+    with pytest.raises(ShardError, match="another process group"):
         optimizer.step()
 
 
@@ -247,7 +247,9 @@ def share_is_complete(rank: int) -> None:
                 each.step()
         grads = [parameter.grad for parameter in ours.parameters()]
         state = optimizer.share.state_dict()["state"]
-        own = [parameter for group in optimizer._own.param_groups for parameter in group["params"]]
+        own = [
+            parameter for group in optimizer._local_optimizer.param_groups for parameter in group["params"]
+        ]
         assert [ours.module.get_parameter(name) for name in state] == own
         assert {name: int(moments["step"]) for name, moments in state.items()} == {
             name: steps if name.startswith("first") else 0 for name in state

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.comm.group import Group
 from paceline.comm.joining import Joinable
 from paceline.tensors.dtensor import local_of
+from paceline.tensors.param_groups import group_options
 
 # An optimizer to other ranks: its class, and which slots each of its parameter groups has.
 Kind = tuple[str, tuple[tuple[int, ...], ...]]
@@ -119,12 +120,6 @@ def take_over(
             _owed.append(_Owed([weakref.ref(parameter) for parameter in parameters], whole))
 
 
-def options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of its parameters, whichever they are."""
-    # Names go with the parameters, of which a share has fewer.
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _kind(optimizer: Optimizer, parameters: Sequence[Parameter | None]) -> Kind:
     slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
     groups = (
@@ -144,7 +139,7 @@ def _pack(optimizer: Optimizer, parameters: Sequence[Parameter], kind: Kind, ten
         tensors.append(part)
         return _Sent(len(tensors) - 1, part.shape, part.dtype, on_cpu=part.device.type == "cpu")
 
-    groups = [options(group) for group in optimizer.param_groups]
+    groups = [group_options(group) for group in optimizer.param_groups]
     slots = {slot: optimizer.state.get(parameters[slot], {}) for members in kind[1] for slot in members}
     return _State(kind, groups, slots).map(packed)
 
