@@ -106,7 +106,7 @@ def copies_from_the_cpu_run_on_a_side_stream_and_are_waited_for() -> None:
     module = toy.register()
     paceline.scatter(batch(), [0, 1])
     for index in (0, 1):
-        events = [event for event in module.events if event.stream.device_index == index]
+        events = [event for event in module.operations if event.stream.device_index == index]
         copied, waited, recorded = events
         consumer = module.current_stream(index)
         assert [event.what for event in events] == ["copy", "wait", "record"]
@@ -334,11 +334,11 @@ def arguments_of_a_distributed_wrapper_go_to_its_device_as_torchs_do() -> None:
         module = SeesDevices(3, 2).to("toy:1")
         ddp = implementation.DistributedDataParallel(module, device_ids=[1], init_sync=False)
         with torch.no_grad():
-            before = len(device.events)
+            before = len(device.operations)
             output = ddp({"x": [x]}, scale=scale, note="kept")
         assert module.seen == [torch.device("toy", 1), torch.device("toy", 1), "kept"]
         assert output.device == torch.device("toy", 1)
-        copies = [event.stream for event in device.events[before:] if event.what == "copy"]
+        copies = [event.stream for event in device.operations[before:] if event.what == "copy"]
         assert len(copies) == 2
         # torch has side streams for its own devices only.
         assert implementation is torch.nn.parallel or device.current_stream(1) not in copies

@@ -1,4 +1,4 @@
-"""The public test kit: run a function on real ranks, from a test or a program.
+"""Public helpers for tests: run a function on real ranks, from a test or a program.
 
 For example::
 
@@ -14,6 +14,6 @@ For example::
 """
 
 from paceline.errors import RankDiedError, RanksError, RemoteError
-from paceline.testing.pool import RankPool, run_ranks
+from paceline.testing.rank_pool import RankPool, run_ranks
 
 __all__ = ["RankDiedError", "RankPool", "RanksError", "RemoteError", "run_ranks"]

@@ -74,7 +74,7 @@ def test_two_pools_stand_side_by_side() -> None:
 def test_a_failed_call_costs_the_ranks_and_no_more(
     monkeypatch: pytest.MonkeyPatch, fn: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr("paceline.testing.tally.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.testing.rank_answers.GRACE_SECONDS", 0.2)
     with RankPool(2) as pool:
         before = pool.run(pid)
         with pytest.raises(RanksError, match=fn.__name__):

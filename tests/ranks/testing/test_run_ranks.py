@@ -344,14 +344,14 @@ def test_the_deadline_tells_who_had_finished() -> None:
 
 
 def test_the_deadline_ends_a_rank_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.testing.ranks.END_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.testing.rank_pool.END_SECONDS", 0.2)
     with pytest.raises(RanksError) as caught:
         run_ranks(stop_itself, 1, timeout=1.0)
     assert "left no stacks" in str(caught.value.exceptions[0])
 
 
 def test_a_rank_that_cannot_leave_its_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.testing.ranks.LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.testing.rank_pool.CLOSE_SECONDS", 0.5)
     with pytest.raises(RanksError, match="leaving the group did not finish") as caught:
         run_ranks(hang_at_the_end, 1)
     assert "in hang_by_name" in str(caught.value.exceptions[0])

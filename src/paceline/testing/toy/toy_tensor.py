@@ -1,4 +1,4 @@
-"""Tensors of the toy device, and what happens when torch operates on them."""
+"""Tensors of the toy device, and how torch's operations run on them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paceline.testing.toy.module import NAME, Event, ToyModule
+from paceline.testing.toy.device_module import NAME, StreamOperation, ToyModule
 
 _aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ _MOVES = (_aten.copy_.default, _aten._to_copy.default)
 
 
 class ToyTensor(torch.Tensor):
-    """A tensor that says it is on the toy device, around one that is in CPU memory."""
+    """A tensor on the toy device that wraps a tensor in CPU memory."""
 
     memory: torch.Tensor
 
@@ -66,8 +66,8 @@ def _library(namespace: str) -> Any:
 
 
 def register_kernels() -> None:
-    """What torch must find under the device's dispatch keys."""
-    # These see no toy tensor among their operands, because they make one.
+    """Register the kernels that torch looks up under the device's dispatch keys."""
+    # These get no toy tensor to dispatch on, because they create one.
     for func in (_aten.empty.memory_format, _aten.empty_strided.default):
         _library("aten").impl(func, _factory(func), "PrivateUse1")
     # Autocast can be on, but casts nothing.
@@ -85,13 +85,13 @@ def _factory(func: Any) -> Callable[..., Any]:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten.record_stream.default:
-        return _module().events.append(Event("record", args[1]))
+        return _module().operations.append(StreamOperation("record", args[1]))
     operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if func not in _MOVES:
         _check_one_device(func, operands)
     device = args[0].device if func is _aten.copy_.default else _target(operands, kwargs)
     if func in _MOVES and device.type == NAME:
-        _module().events.append(Event("copy", _module().current_stream(device)))
+        _module().operations.append(StreamOperation("copy", _module().current_stream(device)))
     result = func(*pytree.tree_map(_memory, args), **_on_cpu(pytree.tree_map(_memory, kwargs)))
     return result if device.type != NAME else _wrap(result, device, operands)
 

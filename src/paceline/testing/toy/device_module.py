@@ -1,4 +1,4 @@
-"""What ``torch.toy`` is: the functions that torch and its users expect of a device's module."""
+"""The module ``torch.toy``, with the functions that torch and its users expect of a device's module."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ TYPE_NUMBER: int = torch._C._autograd.DeviceType.PrivateUse1.value
 
 
 class ToyStream(torch.Stream):
-    """Runs nothing out of order, but tells its module what a real stream would be asked to do."""
+    """Runs everything in order, and lists in its module what a real stream would have been asked to do."""
 
     _numbers = itertools.count(1)
     _module: "ToyModule"
@@ -31,12 +31,12 @@ class ToyStream(torch.Stream):
         return made
 
     def wait_stream(self, other: Any) -> None:
-        """Tell of the wait."""
-        self._module.events.append(Event("wait", self, other))
+        """List the wait."""
+        self._module.operations.append(StreamOperation("wait", self, other))
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamOperation:
     """What a stream was asked: to ``copy`` to its device, to ``wait`` for another, to ``record`` a use."""
 
     what: str
@@ -45,10 +45,10 @@ class Event:
 
 
 class ToyModule(_DummyBackendModule):
-    """Two devices, and each thread's choice of device and streams."""
+    """Two devices, and each thread's current device and streams."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.operations: list[StreamOperation] = []
         self._thread = threading.local()
         self._defaults = [ToyStream(self, index) for index in range(COUNT)]
 
@@ -61,12 +61,12 @@ class ToyModule(_DummyBackendModule):
         return int(getattr(self._thread, "device", 0))
 
     def set_device(self, device: torch.device | int) -> None:
-        """Choose the calling thread's device."""
+        """Set the calling thread's device."""
         self._thread.device = _index(device)
 
     @contextlib.contextmanager
     def device(self, device: torch.device | int) -> Iterator[None]:
-        """Choose the calling thread's device for a while."""
+        """Set the calling thread's device inside a ``with`` block."""
         before = self.current_device()
         self.set_device(device)
         try:
@@ -85,7 +85,7 @@ class ToyModule(_DummyBackendModule):
 
     @contextlib.contextmanager
     def stream(self, stream: ToyStream) -> Iterator[None]:
-        """Choose the calling thread's stream for a while."""
+        """Set the calling thread's stream inside a ``with`` block."""
         index = _index(stream.device)
         before = self.current_stream(index)
         self._streams()[index] = stream

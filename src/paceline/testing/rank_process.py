@@ -1,4 +1,4 @@
-"""One rank's life, inside its own process: join the group, answer calls, leave."""
+"""What runs in a rank's process: open the process group, answer calls, close the group."""
 
 import faulthandler
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from paceline.comm.rendezvous import file_store_group
-from paceline.testing import remote
-from paceline.testing.mailbox import Mailbox
+from paceline.testing import messages
+from paceline.testing.messages import Call, RankAnswer, RankFiles
 
-# Tells a rank to write down its stacks and end.
+# Tells a rank to write its stacks to a file and end.
 END_SIGNAL = signal.SIGUSR1
 
 # The single bytes on the socket between a caller and a rank.
@@ -25,8 +25,8 @@ ANSWER = b"a"
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a rank takes over from its caller, so that the fork server's own surroundings do not show."""
+class RankSetup:
+    """What a rank takes over from its caller, in the place of what it inherits from the fork server."""
 
     world: int
     backend: str | None
@@ -35,44 +35,44 @@ class Setup:
     path: list[str]
 
     @classmethod
-    def of_caller(cls, *, world: int, backend: str | None) -> "Setup":
-        """The surroundings of the process that asks for ranks."""
+    def of_caller(cls, *, world: int, backend: str | None) -> "RankSetup":
+        """Read the working directory, environment and import path of the calling process."""
         return cls(world, backend, str(Path.cwd()), dict(os.environ), list(sys.path))
 
     def adopt(self) -> None:
-        """Put the caller's surroundings in place of the fork server's."""
+        """Use the caller's working directory, environment and import path."""
         os.chdir(self.directory)
         os.environ.clear()
         os.environ.update(self.environ)
         sys.path[:] = self.path
 
 
-def live(rank: int, mailbox: Mailbox, channel: socket.socket) -> None:
-    """Join the group, answer the caller's calls until it hangs up, and leave the group."""
-    setup: Setup = remote.load(mailbox.setup.read_bytes())
+def serve_calls(rank: int, files: RankFiles, channel: socket.socket) -> None:
+    """Open the group, answer the caller's calls until it closes its socket, and close the group."""
+    setup: RankSetup = messages.load(files.setup.read_bytes())
     setup.adopt()
     torch.set_num_threads(1)
     _print_whole_lines()
-    with mailbox.stacks(rank).open("wb", buffering=0) as stacks, ExitStack() as group:
-        _write_stacks_at_the_end(stacks)
-        _answer(remote.outcome_of(_join, group, setup, rank, mailbox), rank, mailbox, channel)
+    with files.stacks(rank).open("wb", buffering=0) as stacks, ExitStack() as group:
+        _write_stacks_on_signal(stacks)
+        _send_answer(messages.answer_of(_open_group, group, setup, rank, files), rank, files, channel)
         while channel.recv(1):
-            _answer(remote.outcome_of(_run_call, rank, mailbox), rank, mailbox, channel)
+            _send_answer(messages.answer_of(_run_call, rank, files), rank, files, channel)
 
 
-def _join(stack: ExitStack, setup: Setup, rank: int, mailbox: Mailbox) -> None:
+def _open_group(stack: ExitStack, setup: RankSetup, rank: int, files: RankFiles) -> None:
     if setup.backend is not None:
-        group = file_store_group(mailbox.store, rank=rank, world=setup.world, backend=setup.backend)
+        group = file_store_group(files.store, rank=rank, world=setup.world, backend=setup.backend)
         stack.enter_context(group)
 
 
-def _run_call(rank: int, mailbox: Mailbox) -> object:
-    call: remote.Call = remote.load(mailbox.call.read_bytes())
+def _run_call(rank: int, files: RankFiles) -> object:
+    call: Call = messages.load(files.call.read_bytes())
     return call.run(rank)
 
 
-def _answer(outcome: remote.Outcome, rank: int, mailbox: Mailbox, channel: socket.socket) -> None:
-    mailbox.answer(rank).write_bytes(remote.pack(outcome))
+def _send_answer(answer: RankAnswer, rank: int, files: RankFiles, channel: socket.socket) -> None:
+    files.answer(rank).write_bytes(messages.pack(answer))
     channel.sendall(ANSWER)
 
 
@@ -83,7 +83,7 @@ def _print_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _write_stacks_at_the_end(file: FileIO) -> None:
+def _write_stacks_on_signal(file: FileIO) -> None:
     """Write every thread's Python stack on a crash, and on END_SIGNAL, which then ends the process."""
     faulthandler.enable(file, all_threads=True)
     # With chain=True the signal's default action follows the dump. So the end of the process says that

@@ -1,4 +1,4 @@
-"""Tells torch's C++ side of the toy device's two indexes and of each thread's current one."""
+"""Tells torch's C++ code about the toy device's two indexes, and about each thread's current one."""
 
 import ctypes
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from paceline.testing.toy.module import COUNT, TYPE_NUMBER, ToyModule
+from paceline.testing.toy.device_module import COUNT, TYPE_NUMBER, ToyModule
 
-# Places in the table of functions, in the order of c10/core/impl/DeviceGuardImplInterface.h of torch 2.13.
+# Indices into the virtual method table, in the order of c10/core/impl/DeviceGuardImplInterface.h, torch 2.13.
 _EXCHANGE, _GET, _SET, _UNCHECKED_SET, _COUNT = 1, 2, 3, 4, 15
 _FUNCTIONS = 26
 
-# Before the first function lie the offset to the top of the object and the type information.
+# Before the first method the table has the offset to the top of the object and the type information.
 _HEAD = 2
 
 # A c10::Device as it is passed by value: the type in the low byte, the index in the high one.
@@ -20,12 +20,12 @@ _DEVICE = ctypes.c_uint16
 _THIS = ctypes.c_void_p
 
 
-class Guard:
-    """Replaces what torch answers for a device hosted in Python.
+class ToyDeviceGuard:
+    """Overrides methods of torch's C++ device guard for a device that is implemented in Python.
 
-    torch 2.13 says in C++ that such a device has one index, which is always current, so that the autograd
-    engine refuses a gradient on index 1. The functions that say so are virtual: the registered object
-    gets a copy of its table of functions in which those few are ours.
+    torch 2.13 says in C++ that such a device has one index, which is always current; the autograd engine then
+    refuses a gradient on index 1. These methods are virtual, so the registered object gets a copy of its
+    virtual method table in which some of them are ours.
     """
 
     def __init__(self, module: ToyModule) -> None:
@@ -39,7 +39,7 @@ class Guard:
         }
 
     def install(self) -> None:
-        """Put our functions in the place of torch's, until the process ends."""
+        """Replace torch's methods by ours, until the process ends."""
         place = _registered_guard()
         head = _HEAD * ctypes.sizeof(ctypes.c_void_p)
         table_type = ctypes.c_void_p * (_HEAD + _FUNCTIONS)
@@ -62,11 +62,11 @@ class Guard:
 
 
 # torch calls into these until the process ends.
-_installed: list[tuple[Guard, Any]] = []
+_installed: list[tuple[ToyDeviceGuard, Any]] = []
 
 
 def _registered_guard() -> ctypes.c_void_p:
-    """The registered object's pointer to its table of functions, as it lies in memory."""
+    """The registered object's pointer to its virtual method table."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     name = "_ZN3c104impl26device_guard_impl_registryE"
     registry = (ctypes.c_void_p * (TYPE_NUMBER + 1)).in_dll(c10, name)

@@ -1,6 +1,8 @@
-"""What travels between a caller and its ranks: a call one way, its outcome the other.
+"""What a caller and its ranks exchange: the caller writes a call, and each rank writes its answer.
 
-Everything is pickled by value, tensors too, so that an outcome outlives the rank that sent it.
+Everything is pickled by value, tensors too, so that an answer outlives the rank that sent it. Calls and
+answers are files, and the sockets beside them carry single bytes that mean "look". So neither side can block
+on the other while it hands over something large, and every wait has a deadline.
 """
 
 import copyreg
@@ -26,6 +28,37 @@ from paceline.errors import RemoteError
 
 P = ParamSpec("P")
 
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files in the directory that one caller and its ranks share."""
+
+    directory: Path
+
+    @property
+    def setup(self) -> Path:
+        """What a rank takes over from its caller before it joins the group."""
+        return self.directory / "setup"
+
+    @property
+    def store(self) -> Path:
+        """The file store through which the ranks open their process group."""
+        return self.directory / "store"
+
+    @property
+    def call(self) -> Path:
+        """The call that the ranks are to answer."""
+        return self.directory / "call"
+
+    def answer(self, rank: int) -> Path:
+        """The last answer of the rank."""
+        return self.directory / f"answer-{rank}"
+
+    def stacks(self, rank: int) -> Path:
+        """The stacks of the rank's threads when it crashed or was told to end."""
+        return self.directory / f"stacks-{rank}"
+
+
 # The name multiprocessing gives the caller's main module in a child: the module's own guard
 # ``if __name__ == "__main__"`` does not run there, and the caller's process has the same alias.
 MAIN_ALIAS = "__mp_main__"
@@ -33,7 +66,7 @@ MAIN_ALIAS = "__mp_main__"
 
 def load(data: bytes) -> Any:
     """Unpickle what the other side wrote."""
-    return pickle.loads(data)  # noqa: S301 - only a caller and the ranks it started write to their mailbox
+    return pickle.loads(data)  # noqa: S301 - only a caller and the ranks it started write these files
 
 
 def dump(value: object) -> bytes:
@@ -46,7 +79,7 @@ def dump(value: object) -> bytes:
 
 
 def _memory_of(storage: TypedStorage) -> tuple[Any, ...]:
-    """A tensor's elements as they lie in memory: torch would save a file for each tensor, which takes longer.
+    """Pickle a tensor's bytes: torch would write a zip file for each tensor, which takes longer.
 
     TypedStorage and its attributes are torch's own (torch 2.13).
     """
@@ -64,7 +97,7 @@ def _storage_of(dtype: torch.dtype, data: bytes) -> TypedStorage:
 
 @dataclass(frozen=True)
 class Call:
-    """A function, by the place it can be imported from, and its pickled arguments."""
+    """A function, by the module it can be imported from, and its pickled arguments."""
 
     module: str
     file: str | None
@@ -181,12 +214,12 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> "Raised":
-        """Describe ``error``, with its traceback from the first line that is not ours."""
-        trace = "".join(traceback.format_exception(type(error), error, _below_our_code(error)))
+        """Describe ``error``, with its traceback from the first line outside paceline.testing."""
+        trace = "".join(traceback.format_exception(type(error), error, _traceback_of_user(error)))
         return cls(type(error).__qualname__, str(error), trace, _pickled_or_none(error))
 
     def rebuild(self, rank: int) -> Exception:
-        """The exception to raise in the caller, of its own type if it can be, with the remote traceback."""
+        """The exception to raise in the caller, of the same type if possible, with the rank's traceback."""
         error = self._unpickled()
         error.add_note(f"raised on rank {rank}:\n{self.trace.rstrip()}")
         return error
@@ -207,42 +240,42 @@ class Died:
     exit_code: int
 
 
-Outcome: TypeAlias = Returned | Raised | Died
+RankAnswer: TypeAlias = Returned | Raised | Died
 
 
-def outcome_of(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Outcome:
-    """Do ``work``, on a rank; whatever it raises becomes the outcome."""
+def answer_of(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> RankAnswer:
+    """Do ``work``, on a rank; what it returns or raises becomes the answer."""
     try:
         return Returned(work(*args, **kwargs))
     except BaseException as error:
         return Raised.of(error)
 
 
-def pack(outcome: Outcome) -> bytes:
-    """Pickle an outcome; one that cannot be pickled becomes an outcome that says so."""
+def pack(answer: RankAnswer) -> bytes:
+    """Pickle an answer; one that cannot be pickled becomes an error that says so."""
     try:
-        return dump(outcome)
+        return dump(answer)
     except Exception as error:
-        assert isinstance(outcome, Returned)
-        kind = type(outcome.value).__qualname__
+        assert isinstance(answer, Returned)
+        kind = type(answer.value).__qualname__
         return pickle.dumps(Raised.of(RemoteError(f"the result cannot be pickled (type: {kind}): {error}")))
 
 
-def unpack(data: bytes) -> Outcome:
-    """Unpickle an outcome; one that cannot be unpickled becomes an outcome that says so."""
+def unpack(data: bytes) -> RankAnswer:
+    """Unpickle an answer; one that cannot be unpickled becomes an error that says so."""
     try:
-        outcome: Outcome = load(data)
+        answer: RankAnswer = load(data)
     except Exception as error:
         return Raised.of(RemoteError(f"the result cannot be unpickled: {type(error).__qualname__}: {error}"))
-    return outcome
+    return answer
 
 
-def _below_our_code(error: BaseException) -> TracebackType | None:
+def _traceback_of_user(error: BaseException) -> TracebackType | None:
     ours = str(Path(__file__).parent)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
-    # An error of our own code, such as a module that cannot be found, is shown whole.
+    # An error of paceline.testing itself, such as a module that cannot be found, is shown in full.
     return trace or error.__traceback__
 
 
