@@ -7,8 +7,8 @@ Import this module, and use them by name::
     Trainer(strategy="paceline", devices=2)
     Fabric(strategy="paceline", devices=2)
 
-``PacelineStrategy(...)`` and ``PacelineFabricStrategy(...)`` take options. Private parts of Lightning are used;
-this was tried with lightning 2.6.
+``PacelineStrategy(...)`` and ``PacelineFabricStrategy(...)`` take options. They use private parts of
+Lightning, tried with lightning 2.6.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class PacelineStrategy(DDPStrategy):
     """Lightning's "ddp" for ``Trainer``, with paceline's wrapper around the model.
 
     Args:
-        arguments: those of Lightning's ``DDPStrategy``. ``ddp_comm_hook`` works on CPUs too, and may be a hook
-            of ``paceline.hooks``.
+        arguments: those of Lightning's ``DDPStrategy``. ``ddp_comm_hook`` works on CPUs too, and may be
+            one of ``paceline.hooks``.
         weigh: returns the number of samples or tokens of a batch, by which its gradients are weighted. The
             gradients of accumulated batches are then averaged by weight too. By default all ranks count the
             same.
