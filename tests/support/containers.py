@@ -68,7 +68,3 @@ register_pytree_node(
 
 class Tagged(torch.Tensor):
     """A tensor subclass, kept by every operation."""
-
-
-def rows(count: int, columns: int = 2) -> torch.Tensor:
-    return torch.arange(float(count * columns)).reshape(count, columns)

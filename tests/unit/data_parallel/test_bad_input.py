@@ -3,6 +3,8 @@ from typing import Any
 
 import pytest
 import torch
+from batches import random_rows
+from replicas import TWO, FailsBackward
 from torch import nn
 
 from paceline import (
@@ -16,8 +18,6 @@ from paceline import (
     data_parallel,
     replicate,
 )
-
-TWO = ["cpu", "cpu"]
 
 
 class Switched(nn.Module):
@@ -33,10 +33,6 @@ class Switched(nn.Module):
         return y if self.way is None else self.way(y)
 
 
-def rows(count: int = 5) -> torch.Tensor:
-    return torch.randn(count, 2, dtype=torch.double)
-
-
 def is_second(y: torch.Tensor) -> bool:
     """Five rows on two replicas are three and two."""
     return len(y) == 2
@@ -44,7 +40,7 @@ def is_second(y: torch.Tensor) -> bool:
 
 def assert_works(wrapper: DataParallel[Switched]) -> None:
     wrapper.module.way = None
-    x, parameters = rows(), [*wrapper.module.parameters()]
+    x, parameters = random_rows(5, 2), [*wrapper.module.parameters()]
     y, expected = wrapper(x), wrapper.module(x)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
@@ -119,14 +115,14 @@ def test_an_input_that_cannot_be_moved_is_named(
 def test_inputs_of_different_lengths_are_named() -> None:
     wrapper = DataParallel(Switched(), ["cpu"] * 3)
     with pytest.raises(StructureError, match=r"inputs\[0\]: 3, inputs\[1\]: 2"):
-        wrapper(rows(6), rows(2))
+        wrapper(random_rows(6, 2), random_rows(2, 2))
     assert_works(wrapper)
 
 
 def test_an_input_without_the_dimension_is_named() -> None:
     wrapper = DataParallel(Switched(), TWO)
     with pytest.raises(ShapeError, match=r"inputs\[1\] cannot be scattered along dimension 0"):
-        wrapper(rows(), torch.tensor(1.0))
+        wrapper(random_rows(5, 2), torch.tensor(1.0))
     assert_works(wrapper)
 
 
@@ -139,7 +135,7 @@ def test_a_parameter_on_another_device_is_named() -> None:
     wrapper.module.linear.weight = nn.Parameter(torch.ones(2, 2, device="meta"))
     message = r"module must have its parameters and buffers on device cpu.*meta.*linear\.weight"
     with pytest.raises(DeviceError, match=message) as caught:
-        wrapper(rows())
+        wrapper(random_rows(5, 2))
     assert isinstance(caught.value, RuntimeError)
     wrapper.module.linear.weight = kept
     assert_works(wrapper)
@@ -150,7 +146,7 @@ def test_a_buffer_on_another_device_is_named(devices: list[str]) -> None:
     wrapper = DataParallel(Switched(), devices)
     wrapper.module.linear.register_buffer("mask", torch.ones(1, device="meta"))
     with pytest.raises(DeviceError, match=r"found one of them on device: meta.*linear\.mask"):
-        wrapper(rows())
+        wrapper(random_rows(5, 2))
     del wrapper.module.linear.mask
     assert_works(wrapper)
 
@@ -206,17 +202,17 @@ def test_outputs_that_do_not_fit_together_are_named(way: Any, kind: type[Excepti
     wrapper = DataParallel(Switched(), TWO)
     wrapper.module.way = way
     with pytest.raises(kind, match=message) as caught:
-        wrapper(rows())
+        wrapper(random_rows(5, 2))
     assert isinstance(caught.value, PacelineError)
     assert_works(wrapper)
 
 
-@pytest.mark.parametrize("policy", ["stack", "mean"])
-def test_outputs_of_different_sizes_cannot_be_stacked_or_averaged(policy: Any) -> None:
-    wrapper = DataParallel(Switched(), TWO, gather=policy)
+@pytest.mark.parametrize("mode", ["stack", "mean"])
+def test_outputs_of_different_sizes_cannot_be_stacked_or_averaged(mode: Any) -> None:
+    wrapper = DataParallel(Switched(), TWO, gather=mode)
     wrapper.module.way = lambda y: {"loss": y}
     with pytest.raises(ShapeError, match=r"outputs\[1\]\['loss'\]: shape \(2, 2\)"):
-        wrapper(rows())
+        wrapper(random_rows(5, 2))
 
 
 # Errors inside
@@ -236,28 +232,16 @@ def test_an_error_in_forward_names_the_replica(kind: type[Exception], grad: bool
         torch.set_grad_enabled(grad),
         pytest.raises(kind, match=rf"(?s)Caught {kind.__name__} in replica 1 on device cpu\..*because"),
     ):
-        wrapper(rows())
+        wrapper(random_rows(5, 2))
     assert_works(wrapper)
 
 
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, y: torch.Tensor) -> torch.Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if len(gradient) < 3:
-            raise KeyError("because")
-        return gradient
-
-
-@pytest.mark.parametrize("policy", ["cat", "list"])
-def test_an_error_in_backward_names_the_replica(policy: Any) -> None:
-    wrapper = DataParallel(Switched(), TWO, gather=policy)
+@pytest.mark.parametrize("mode", ["cat", "list"])
+def test_an_error_in_backward_names_the_replica(mode: Any) -> None:
+    wrapper = DataParallel(Switched(), TWO, gather=mode)
     wrapper.module.way = FailsBackward.apply
-    y = wrapper(rows())
-    loss = sum(part.sum() for part in y) if policy == "list" else y.sum()
+    y = wrapper(random_rows(5, 2))
+    loss = sum(part.sum() for part in y) if mode == "list" else y.sum()
     with pytest.raises(KeyError, match=r"(?s)replica 1.*because"):
         loss.backward()
     assert all(parameter.grad is None for parameter in wrapper.parameters())
@@ -267,11 +251,11 @@ def test_an_error_in_backward_names_the_replica(policy: Any) -> None:
 
 def test_an_error_in_backward_is_raised_as_it_is_when_the_graph_leads_outside() -> None:
     # There the engine does it all, and nothing of ours is between it and its caller.
-    outside = rows(1).requires_grad_()
+    outside = random_rows(1, 2).requires_grad_()
     wrapper = DataParallel(Switched(), TWO)
     wrapper.module.way = lambda y: FailsBackward.apply(y * outside)
     with pytest.raises(KeyError, match="because"):
-        wrapper(rows()).sum().backward()
+        wrapper(random_rows(5, 2)).sum().backward()
     assert_works(wrapper)
 
 
@@ -288,7 +272,7 @@ def test_an_error_in_a_nested_wrapper_names_both_replicas(fails: str) -> None:
     with pytest.raises(
         (IndexError, KeyError), match=r"(?s)\ACaught .* replica 1 .*Error: Caught .* replica 1 "
     ):
-        DataParallel(inner, TWO)(rows(7)).sum().backward()
+        DataParallel(inner, TWO)(random_rows(7, 2)).sum().backward()
     assert_works(inner)
 
 
@@ -303,5 +287,5 @@ def test_a_call_with_wrong_arguments_is_a_type_error() -> None:
 def test_a_scripted_module_is_refused_by_type_where_it_would_be_replicated() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2).double())
     with pytest.raises(UnsupportedError, match=r"scripted module cannot be replicated \(type: Linear\)"):
-        DataParallel(nn.Sequential(scripted), TWO)(rows())
-    assert DataParallel(scripted, ["cpu"])(rows()).shape == rows().shape
+        DataParallel(nn.Sequential(scripted), TWO)(random_rows(5, 2))
+    assert DataParallel(scripted, ["cpu"])(random_rows(5, 2)).shape == random_rows(5, 2).shape

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from batches import numbered
 from containers import (
     Box,
     Computed,
@@ -20,7 +21,6 @@ from containers import (
     Pair,
     Plain,
     Tagged,
-    rows,
 )
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._pytree import register_constant, register_pytree_node
@@ -87,13 +87,13 @@ def late(**fields: Any) -> Late:
 
 @pytest.mark.parametrize("device", ["cpu", -1, torch.device("cpu"), "cpu:0"], ids=repr)
 def test_the_cpu_by_any_name(device: Any) -> None:
-    gathered = gather([rows(2), rows(1)], device)
+    gathered = gather([numbered(2), numbered(1)], device)
     assert gathered.device == torch.device("cpu")
-    assert torch.equal(gathered, torch.cat([rows(2), rows(1)]))
+    assert torch.equal(gathered, torch.cat([numbered(2), numbered(1)]))
 
 
 def test_tensors_are_brought_to_the_device() -> None:
-    gathered = gather([rows(2), torch.ones(1, 2, device="meta")], "meta")
+    gathered = gather([numbered(2), torch.ones(1, 2, device="meta")], "meta")
     assert (gathered.device.type, gathered.shape) == ("meta", (3, 2))
 
 
@@ -105,11 +105,15 @@ def test_any_dimension_may_be_joined(dim: int) -> None:
 
 @pytest.mark.parametrize("counts", [[1], [0], [0, 0], [3, 0, 1], [1, 1, 1], [0, 2]], ids=str)
 def test_any_number_of_rows_may_be_joined(counts: list[int]) -> None:
-    parts = [rows(count) for count in counts]
+    parts = [numbered(count) for count in counts]
     assert torch.equal(gather(parts, "cpu"), torch.cat(parts))
 
 
-@pytest.mark.parametrize("outputs", [(rows(1), rows(2)), deque([rows(1), rows(2)])], ids=["tuple", "deque"])
+@pytest.mark.parametrize(
+    "outputs",
+    [(numbered(1), numbered(2)), deque([numbered(1), numbered(2)])],
+    ids=["tuple", "deque"],
+)
 def test_any_sequence_of_outputs_will_do(outputs: Any) -> None:
     assert gather(outputs, "cpu").shape == (3, 2)
 
@@ -120,9 +124,9 @@ def test_any_sequence_of_outputs_will_do(outputs: Any) -> None:
     ids=str,
 )
 def test_every_dtype_is_kept(dtype: torch.dtype) -> None:
-    gathered = gather([rows(2).to(dtype), rows(1).to(dtype)], "cpu")
+    gathered = gather([numbered(2).to(dtype), numbered(1).to(dtype)], "cpu")
     assert gathered.dtype == dtype
-    assert torch.equal(gathered, torch.cat([rows(2), rows(1)]).to(dtype))
+    assert torch.equal(gathered, torch.cat([numbered(2), numbered(1)]).to(dtype))
 
 
 def test_the_memory_format_is_kept() -> None:
@@ -131,7 +135,7 @@ def test_the_memory_format_is_kept() -> None:
 
 
 def test_a_tensor_subclass_is_kept() -> None:
-    gathered = gather([[rows(1).as_subclass(Tagged)], [rows(2).as_subclass(Tagged)]], "cpu")
+    gathered = gather([[numbered(1).as_subclass(Tagged)], [numbered(2).as_subclass(Tagged)]], "cpu")
     assert type(gathered[0]) is Tagged
     assert gathered[0].shape == (3, 2)
 
@@ -158,7 +162,7 @@ def test_gradients_go_back_to_each_scalar() -> None:
 
 @pytest.mark.parametrize("kind", [Plain, Frozen, FrozenOwnSlots])
 def test_a_dataclass_is_gathered_field_by_field(kind: Any) -> None:
-    outputs = [kind(rows(1), "note"), kind(rows(2), "note")]
+    outputs = [kind(numbered(1), "note"), kind(numbered(2), "note")]
     gathered = gather(outputs, "cpu")
     assert type(gathered) is kind
     assert gathered.x.shape == (3, 2)
@@ -167,8 +171,8 @@ def test_a_dataclass_is_gathered_field_by_field(kind: Any) -> None:
 
 
 def test_fields_outside_the_constructor_are_gathered_too() -> None:
-    gathered = gather([Computed(rows(1), scale=3), Computed(rows(2), scale=3)], "cpu")
-    assert torch.equal(gathered.doubled, 3 * torch.cat([rows(1), rows(2)]))
+    gathered = gather([Computed(numbered(1), scale=3), Computed(numbered(2), scale=3)], "cpu")
+    assert torch.equal(gathered.doubled, 3 * torch.cat([numbered(1), numbered(2)]))
 
 
 def test_a_field_without_a_value_stays_without() -> None:
@@ -177,7 +181,7 @@ def test_a_field_without_a_value_stays_without() -> None:
 
 @pytest.mark.parametrize("kind", [Box, KeyedBox])
 def test_a_registered_type_is_gathered(kind: type[Box]) -> None:
-    gathered = gather([kind(rows(1), 5, label="it"), kind(rows(2), 5, label="it")], "cpu")
+    gathered = gather([kind(numbered(1), 5, label="it"), kind(numbered(2), 5, label="it")], "cpu")
     assert type(gathered) is kind
     assert gathered.label == "it"
     assert gathered.items[0].shape == (3, 2)
@@ -185,7 +189,7 @@ def test_a_registered_type_is_gathered(kind: type[Box]) -> None:
 
 
 def test_a_dict_registered_without_keys_is_gathered() -> None:
-    gathered = gather([Table(x=rows(1), y=None), Table(x=rows(2), y=None)], "cpu")
+    gathered = gather([Table(x=numbered(1), y=None), Table(x=numbered(2), y=None)], "cpu")
     assert type(gathered) is Table
     assert gathered["x"].shape == (3, 2)
 
@@ -228,21 +232,21 @@ def test_a_container_is_rebuilt_as_its_type(kind: Any) -> None:
                 obj = next(iter(obj.values())) if isinstance(obj, dict) else obj[0]
         return obj
 
-    outputs = [kind(rows(1)), kind(rows(2))]
+    outputs = [kind(numbered(1)), kind(numbered(2))]
     gathered = gather(outputs, "cpu")
     assert type(gathered) is type(outputs[0])
     assert torch.equal(tensor(gathered), torch.cat([tensor(output) for output in outputs]))
 
 
 def test_what_a_container_knows_of_itself_is_kept() -> None:
-    outputs = [(defaultdict(list, x=rows(1)), deque([rows(1)], maxlen=5)) for _ in range(2)]
+    outputs = [(defaultdict(list, x=numbered(1)), deque([numbered(1)], maxlen=5)) for _ in range(2)]
     table, queue = gather(outputs, "cpu")
     assert table["new"] == []
     assert queue.maxlen == 5
 
 
 def test_a_namedtuple_is_rebuilt_without_its_constructor() -> None:
-    gathered = gather([Summed(rows(1)), Summed(rows(2))], "cpu")
+    gathered = gather([Summed(numbered(1)), Summed(numbered(2))], "cpu")
     assert type(gathered) is Summed
     assert gathered.a.shape == (3, 2)
     assert gathered.b.shape == (2, 2)
@@ -253,7 +257,7 @@ def test_a_namedtuple_is_rebuilt_without_its_constructor() -> None:
 )
 def test_a_value_that_is_the_same_on_all_replicas_is_kept(value: Any) -> None:
     assert gather([value, value], "cpu") is value
-    assert gather([{"v": value, "x": rows(1)}] * 2, "cpu")["v"] is value
+    assert gather([{"v": value, "x": numbered(1)}] * 2, "cpu")["v"] is value
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_a_shared_object_is_kept() -> None:
     "kind", [tuple, list, dict, OrderedDict, deque, Names, Nothing, Box, Fieldless], ids=lambda k: k.__name__
 )
 def test_empty_containers_stay_empty_containers(kind: Any) -> None:
-    gathered = gather([{"e": kind(), "x": rows(1)}, {"e": kind(), "x": rows(2)}], "cpu")
+    gathered = gather([{"e": kind(), "x": numbered(1)}, {"e": kind(), "x": numbered(2)}], "cpu")
     assert type(gathered["e"]) is kind
 
 
@@ -304,14 +308,14 @@ def test_gradients_of_first_and_second_order(dtype: torch.dtype, dim: int) -> No
 
 
 def test_the_same_tensor_twice_gets_both_gradients() -> None:
-    x = rows(1).requires_grad_()
+    x = numbered(1).requires_grad_()
     (gather([x, x], "cpu") * torch.tensor([[1.0], [10.0]])).sum().backward()
     assert torch.equal(x.grad, torch.full((1, 2), 11.0))
 
 
 def test_no_grad_is_kept() -> None:
     with torch.no_grad():
-        assert not gather([rows(1).requires_grad_()] * 2, "cpu").requires_grad
+        assert not gather([numbered(1).requires_grad_()] * 2, "cpu").requires_grad
 
 
 class Mistake(NamedTuple):
@@ -322,7 +326,7 @@ class Mistake(NamedTuple):
     dim: int = 0
 
 
-X = rows(2)
+X = numbered(2)
 MISTAKES = {
     "nothing": Mistake(StructureError, ["nothing to gather"], []),
     "unknown device": Mistake(DeviceError, ["'nowhere'"], [X, X], "nowhere"),
@@ -344,7 +348,7 @@ MISTAKES = {
     "sizes": Mistake(
         ShapeError,
         ["outputs[0]['loss']: shape (2, 2)", "outputs[2]['loss']: shape (2, 3)"],
-        [{"loss": X}, {"loss": X}, {"loss": rows(2, 3)}],
+        [{"loss": X}, {"loss": X}, {"loss": numbered(2, 3)}],
     ),
     "dtypes": Mistake(
         ShapeError,
@@ -385,7 +389,7 @@ MISTAKES = {
     "contexts": Mistake(StructureError, ["outputs[0]", "outputs[1]"], [Box(X, label="a"), Box(X, label="b")]),
     "limits": Mistake(StructureError, ["outputs[0]", "outputs[1]"], [deque([X], 3), deque([X], 4)]),
     "registered keys": Mistake(
-        ShapeError, ["outputs[1]['k1']: shape (2, 3)"], [KeyedBox(1, X), KeyedBox(1, rows(2, 3))]
+        ShapeError, ["outputs[1]['k1']: shape (2, 3)"], [KeyedBox(1, X), KeyedBox(1, numbered(2, 3))]
     ),
     "different fields set": Mistake(
         StructureError, ["outputs[0]", "outputs[1]"], [late(left=X), late(right=X)]
@@ -399,7 +403,7 @@ def test_a_mistake_is_named_and_the_next_call_works(mistake: Mistake) -> None:
     with pytest.raises(mistake.error) as caught:
         gather(mistake.outputs, mistake.device, mistake.dim)
     assert [text for text in mistake.texts if text not in str(caught.value)] == []
-    assert torch.equal(gather([rows(1), rows(1)], "cpu"), torch.cat([rows(1), rows(1)]))
+    assert torch.equal(gather([numbered(1), numbered(1)], "cpu"), torch.cat([numbered(1), numbered(1)]))
 
 
 def test_a_missing_key_is_a_value_error_and_a_key_error_in_plain_words() -> None:
@@ -418,7 +422,7 @@ def test_a_long_value_is_cut_short_in_the_message() -> None:
 
 @pytest.mark.usefixtures("no_gc")
 def test_no_reference_cycle_is_left_behind() -> None:
-    x = rows(4).requires_grad_()
+    x = numbered(4).requires_grad_()
     nest = {"a": [x, Plain(x)], "b": (Box(x), deque([x]), x.max(1), Pair(x, ()))}
     gathered = gather([nest, nest], "cpu")
     dead = [weakref.ref(x), weakref.ref(gathered["a"][0]), weakref.ref(gathered["b"][0])]
@@ -433,7 +437,7 @@ def test_no_reference_cycle_is_left_behind() -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_no_reference_cycle_is_left_behind_by_a_mistake(name: str) -> None:
     mistake = MISTAKES[name]
-    beside = rows(4)
+    beside = numbered(4)
     try:
         gather([(beside, output) for output in mistake.outputs], mistake.device, mistake.dim)
     except PacelineError as error:

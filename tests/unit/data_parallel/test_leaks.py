@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from replicas import TWO
 from torch import nn
 
 from paceline import DataParallel
-
-TWO = ["cpu", "cpu"]
 
 
 class Net(nn.Module):

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from replicas import TWO
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from paceline import DataParallel
-
-TWO = ["cpu", "cpu"]
 
 
 class Chain(nn.Module):

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from replicas import TWO
 from torch import nn
 
 from paceline import CountError, parallel_apply
-
-TWO = ["cpu", "cpu"]
 
 
 class Call(nn.Module):

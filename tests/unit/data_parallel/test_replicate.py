@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from batches import random_rows
+from replicas import TWO
 from torch import nn
 
 from paceline import replicate
 
-TWO = ["cpu", "cpu"]
 THREE = ["cpu"] * 3
 
 
@@ -55,10 +56,6 @@ def recurrent() -> nn.Module:
     return nn.LSTM(2, 3)
 
 
-def rows(count: int = 4, width: int = 2) -> torch.Tensor:
-    return torch.randn(count, width, dtype=torch.double)
-
-
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
@@ -92,7 +89,7 @@ def test_replicas_on_another_device_have_their_tensors_there() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_gradients_of_all_replicas_sum_into_the_module(count: int) -> None:
-    module, x = Leaves(), rows(6)
+    module, x = Leaves(), random_rows(6, 2)
     expected = whole_batch_gradients(module, x)
     for replica, chunk in zip(replicate(module, ["cpu"] * count), x.chunk(count), strict=True):
         replica(chunk).sum().backward(retain_graph=True)
@@ -100,7 +97,7 @@ def test_gradients_of_all_replicas_sum_into_the_module(count: int) -> None:
 
 
 def test_a_single_replica_used_alone_gives_only_its_own_gradient() -> None:
-    module, x = Leaves(), rows()
+    module, x = Leaves(), random_rows(4, 2)
     replicas = replicate(module, THREE)
     replicas[1](x).sum().backward()
     torch.testing.assert_close(gradients(module), whole_batch_gradients(module, x), rtol=1e-12, atol=1e-12)
@@ -108,7 +105,7 @@ def test_a_single_replica_used_alone_gives_only_its_own_gradient() -> None:
 
 @pytest.mark.parametrize("make", [Leaves, linear, stack])
 def test_detached_replicas_give_values_without_gradient(make: Callable[[], nn.Module]) -> None:
-    module, x = make(), rows()
+    module, x = make(), random_rows(4, 2)
     for replica in replicate(module, TWO, detach=True):
         y = replica(x)
         torch.testing.assert_close(y, module(x), check_stride=False)
@@ -165,7 +162,7 @@ def test_buffers_are_the_modules_in_the_first_replica_and_copies_in_the_others(d
 
 @pytest.mark.parametrize("detach", [False, True])
 def test_only_the_first_replicas_buffer_updates_reach_the_module(detach: bool) -> None:
-    module, x = nn.BatchNorm1d(2).double(), rows(6)
+    module, x = nn.BatchNorm1d(2).double(), random_rows(6, 2)
     expected = copy.deepcopy(module)
     expected(x[:3])
     for replica, chunk in zip(replicate(module, TWO, detach=detach), x.chunk(2), strict=True):
@@ -205,7 +202,7 @@ def test_modules_shared_in_the_tree_stay_shared() -> None:
 def test_tied_parameters_stay_tied_and_get_the_summed_gradient() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     module[2].weight = module[0].weight
-    x = rows()
+    x = random_rows(4, 2)
     expected = whole_batch_gradients(module, x)
     for replica, chunk in zip(replicate(module, TWO), x.chunk(2), strict=True):
         assert replica[0].weight is replica[2].weight
@@ -223,7 +220,7 @@ def test_a_buffer_shared_by_two_modules_stays_shared() -> None:
 
 
 def test_lists_and_dicts_of_parameters_and_modules_work_inside_replicas() -> None:
-    module, x = Leaves(), rows()
+    module, x = Leaves(), random_rows(4, 2)
     for replica in replicate(module, TWO):
         assert len(replica.list) == 3
         assert [*replica.dict] == ["a", "b"]
@@ -262,7 +259,7 @@ def test_frozen_parameters_stay_frozen_and_the_others_train() -> None:
     module.weight.requires_grad_(False)
     for replica in replicate(module, TWO):
         assert not replica.weight.requires_grad
-        replica(rows(3)).sum().backward(retain_graph=True)
+        replica(random_rows(3, 2)).sum().backward(retain_graph=True)
     assert module.weight.grad is None
     torch.testing.assert_close(module.bias.grad, torch.full((2,), 6.0, dtype=torch.double))
 
@@ -355,7 +352,7 @@ def test_lazy_modules_are_refused(detach: bool) -> None:
 @pytest.mark.parametrize("detach", [False, True])
 def test_zero_grad_in_a_replica_warns_and_changes_nothing(detach: bool) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
-    module(rows()).sum().backward()
+    module(random_rows(4, 2)).sum().backward()
     before = {name: g.clone() for name, g in gradients(module).items() if g is not None}
     for replica in replicate(module, TWO, detach=detach):
         # In a graph torch warns of each tensor that is no leaf too.
@@ -407,7 +404,7 @@ def test_dtype_and_strides_of_parameters_are_kept(dtype: torch.dtype) -> None:
 
 def test_weight_norm_and_parametrizations_compute_from_the_replicas_parameters() -> None:
     module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).double()
-    x = rows()
+    x = random_rows(4, 2)
     expected = whole_batch_gradients(module, x)
     for replica, chunk in zip(replicate(module, TWO), x.chunk(2), strict=True):
         replica(chunk).sum().backward(retain_graph=True)

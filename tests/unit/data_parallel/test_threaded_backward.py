@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import batches
 import pytest
 import torch
+from replicas import TWO, assert_same
 from torch import nn
 
 from paceline import DataParallel, replicate
 
-TWO = ["cpu", "cpu"]
+rows = functools.partial(batches.rows, count=4, width=3, dtype=torch.double)
 
 
 class Call(nn.Module):
@@ -26,18 +28,10 @@ class Call(nn.Module):
         return self.fn(self, *args, **kwargs)
 
 
-def rows(count: int = 4) -> torch.Tensor:
-    return torch.randn(count, 3, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-
-
 def gradients(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     module.zero_grad()
     loss.backward()
     return [parameter.grad for parameter in module.parameters()]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_an_output_that_is_a_leaf_from_outside_gets_its_gradient() -> None:
@@ -85,7 +79,7 @@ def test_a_loss_over_what_forward_left_outside_its_outputs(aux_first: bool, dept
 
     def loss(call: nn.Module) -> torch.Tensor:
         kept.clear()
-        output = call(rows(6)).sin().sum()
+        output = call(rows(count=6)).sin().sum()
         return sum(kept) + output if aux_first else output + sum(kept)
 
     module = Call(forward)
@@ -109,7 +103,7 @@ def test_one_tensor_twice_in_an_output_stays_one() -> None:
 
 def test_one_gradient_given_to_two_outputs_counts_for_both() -> None:
     def second_order(call: nn.Module) -> list[torch.Tensor]:
-        x, weights = rows(2).requires_grad_(), torch.ones(1, 3, dtype=torch.double, requires_grad=True)
+        x, weights = rows(count=2).requires_grad_(), torch.ones(1, 3, dtype=torch.double, requires_grad=True)
         outputs = [tensor for output in call(x) for tensor in output]
         (first,) = torch.autograd.grad(outputs, x, [weights] * 4, create_graph=True)
         return [*torch.autograd.grad(first.square().sum(), [weights, module.linear.weight])]
