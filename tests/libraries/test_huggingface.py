@@ -46,7 +46,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def rows() -> DataLoader[Any]:
+def loader() -> DataLoader[Any]:
     return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
         )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[options])
         net = network()
-        prepared = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+        prepared = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1), loader())
         model = prepared[0]
         assert type(model) is WRAPPERS[wrapper]
         an_epoch(accelerator, *prepared)
@@ -108,7 +108,7 @@ def wrapped_before(rank: int) -> None:
             net = network()
             model = DistributedDataParallel(net) if wrapped else net
             assert isinstance(model, TORCHS) is wrapped
-            prepared = accelerator.prepare(model, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+            prepared = accelerator.prepare(model, torch.optim.Adam(net.parameters(), lr=0.1), loader())
             an_epoch(accelerator, *prepared)
             assert accelerator.unwrap_model(prepared[0]) is extract_model_from_parallel(model) is net
             found.append(values(net))
@@ -125,7 +125,7 @@ def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
     with started(rank, wrapper):
         accelerator = Accelerator(cpu=True)
         net = network()
-        model, batches = accelerator.prepare(net, rows())
+        model, batches = accelerator.prepare(net, loader())
         with accelerator.no_sync(model):
             first, second = (
                 model(batch).square().mean() for batch, _ in zip(batches, range(2), strict=False)

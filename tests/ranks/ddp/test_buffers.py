@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel.distributed import _BufferCommHookLocation
-from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, grads, refusal, rows, train
+from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, grads, refusal, train
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool, run_ranks

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from paceline import DistributedDataParallel
+from paceline import (
+    DistributedDataParallel,
+)
 from paceline.testing import RankPool, run_ranks
 
 
@@ -186,3 +189,20 @@ def planned(_: int, rebuild: bool) -> list[str]:
         step(ddp)
     (bucket,) = ddp.reducer.fleet.buckets
     return [slot.name for slot in bucket.slots]
+
+
+def last_of_sparse(_: int) -> list[bool]:
+    seen: list[bool] = []
+    ddp = DistributedDataParallel(nn.ModuleList([nn.Embedding(4, 2, sparse=True) for _ in range(2)]))
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        seen.append(bucket.is_last())
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    sum(layer(torch.tensor([1])).sum() for layer in ddp.module).backward()
+    return seen
+
+
+def test_the_last_bucket_is_last_where_all_are_sparse(pair: RankPool) -> None:
+    assert pair.run(last_of_sparse) == [[False, True]] * 2

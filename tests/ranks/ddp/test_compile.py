@@ -1,22 +1,32 @@
 """torch.compile around the wrapper and inside it: what is traced, where it is cut, and what comes out."""
 
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from wrappers import WRAPPERS
 
-from paceline import DistributedDataParallel
-from paceline.testing import RankPool
+from paceline import (
+    DistributedDataParallel,
+    MixedPrecision,
+    OptionError,
+    UnsupportedError,
+    hooks,
+)
+from paceline.testing import RankPool, run_ranks
 
 WIDTH = 16
 BYTES_A_LAYER = 8 * WIDTH * (WIDTH + 1)
+
+rows = functools.partial(batches.rows, count=4, width=WIDTH, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +63,6 @@ class Moody(nn.Module):
         x = self.frozen(self.norm(x))
         x = checkpoint(self.twice, x, use_reentrant=False)
         return self.seldom(x) if seldom else x
-
-
-def rows(rank: int, step: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
 @contextlib.contextmanager
@@ -239,3 +245,29 @@ def wrap_sync_batch_norm(_rank: int) -> None:
 
 def test_sync_batch_norm_is_refused_on_the_cpu(pair: RankPool) -> None:
     pair.run(wrap_sync_batch_norm)
+
+
+@contextlib.contextmanager
+def python_reducer() -> Any:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
+        yield
+    torch._dynamo.reset()
+
+
+def refused_when_traced(rank: int) -> None:
+    with python_reducer():
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(OptionError, match="nor for reductions in a compiled graph"):
+            ddp.join()
+        ddp.register_comm_hook(None, hooks.int4())
+        with pytest.raises(UnsupportedError, match="int4 cannot be used in a compiled backward"):
+            torch.compile(ddp, backend="eager")(batches.rows(rank)).sum().backward()
+        with pytest.raises(OptionError, match="mixed precision and reductions"):
+            DistributedDataParallel(
+                nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+            )
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    run_ranks(refused_when_traced, 2, timeout=60.0)

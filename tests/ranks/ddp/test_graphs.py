@@ -1,9 +1,11 @@
 """Backward passes of every shape: which of them are synced, and what they leave."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from paceline import DistributedDataParallel
 from paceline.testing import RankPool
 
 WIDE = 32768  # elements from which a gradient is taken at once
+
+rows = functools.partial(batches.rows, count=3, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -38,10 +42,6 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
-
-
-def rows(seed: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def both(kind: type[nn.Module]) -> tuple[DistributedDataParallel, nn.Module]:

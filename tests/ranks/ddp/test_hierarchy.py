@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import batches
 import pytest
 import torch
 from hook_nets import (
@@ -84,25 +85,24 @@ class Net(nn.Module):
         return hidden * self.rare if rare else hidden
 
 
-def rows(rank: int) -> Tensor:
-    """As many more as the rank is."""
-    drawn = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    first = rank * (rank + 1) // 2
-    return drawn[first : first + rank + 1]
+def rows_of(rank: int) -> Tensor:
+    """One row more than the rank before."""
+    return batches.rows(rank, count=rank + 1, width=8, dtype=torch.float64)
 
 
 def weighed(rank: int) -> list[Tensor]:
     ddp = wrap(Net())
     alone = Net()
     world = distributed.get_world_size()
-    whole = torch.cat([rows(other) for other in range(world)])
+    whole = torch.cat([rows_of(other) for other in range(world)])
     for _ in range(3):  # in one bucket, then in several
         ddp.zero_grad()
         alone.zero_grad()
-        x = rows(rank)
+        x = rows_of(rank)
         ddp.backward(ddp(x, rare=rank != 1).square().sum(1).mean(), weight=len(x))
         losses = [
-            alone(rows(other), rare=other != 1).square().sum(1).sum() / len(whole) for other in range(world)
+            alone(rows_of(other), rare=other != 1).square().sum(1).sum() / len(whole)
+            for other in range(world)
         ]
         torch.stack(losses).sum().backward()
         for (name, ours), theirs in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
@@ -126,10 +126,10 @@ def joined(rank: int) -> None:
     with ddp.join(divide_by_initial_world_size=False):
         for step in range(2 + rank):
             ddp.zero_grad()
-            ddp(rows(rank)).square().mean().backward()
+            ddp(rows_of(rank)).square().mean().backward()
             alone = Net()
             left = [other for other in range(world) if 2 + other > step]
-            torch.stack([alone(rows(other)).square().mean() for other in left]).mean().backward()
+            torch.stack([alone(rows_of(other)).square().mean() for other in left]).mean().backward()
             for ours, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
                 if theirs.grad is not None:
                     torch.testing.assert_close(ours.grad, theirs.grad)

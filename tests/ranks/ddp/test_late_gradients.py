@@ -1,8 +1,10 @@
 """Gradients that come when, or where, no one expected them: late ones, thawed ones, frozen ones."""
 
 import contextlib
+import functools
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from paceline.testing import RankPool
 WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 WEIGHED = pytest.mark.parametrize("weighed", [False, True], ids=["plain", "weighed"])
+
+rows = functools.partial(batches.rows, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -55,10 +59,6 @@ class Plain(nn.Module):
         return out if "last" in skip else self.last(out)
 
 
-def rows(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def compare(ddp: DistributedDataParallel, plain: nn.Module, what: str) -> None:
     for name, parameter in plain.named_parameters():
         got, want = ddp.module.get_parameter(name).grad, parameter.grad
@@ -91,10 +91,10 @@ def late(rank: int, plan: str, view: bool, weighed: bool) -> None:
         plain.zero_grad()
         counts = [r + 1 if weighed else 2 for r in range(world)]
         for r in range(world):
-            out = plain(rows(counts[r], 10 * step + r).requires_grad_(), times[r])
+            out = plain(rows(10 * step + r, count=counts[r]).requires_grad_(), times[r])
             (out.square().sum() / sum(counts)).backward()
         with ddp.weigh(counts[rank]) if weighed else contextlib.nullcontext():
-            out = ddp(rows(counts[rank], 10 * step + rank).requires_grad_(), times[rank])
+            out = ddp(rows(10 * step + rank, count=counts[rank]).requires_grad_(), times[rank])
             (out.square().sum() / counts[rank]).backward()
         compare(ddp, plain, f"step {step}")
 
@@ -142,10 +142,10 @@ def frozen(rank: int, plan: str, wrapped: str, view: bool, hooked: bool, weighed
         plain.zero_grad()
         for r in range(2):
             train_only(plain, trained[r])
-            (plain(rows(2, 10 * step + r)).square().sum() / 4).backward()
+            (plain(rows(10 * step + r, count=2)).square().sum() / 4).backward()
         train_only(net, trained[rank])
         with ddp.weigh(2) if weighed else contextlib.nullcontext():
-            (ddp(rows(2, 10 * step + rank)).square().sum() / 2).backward()
+            (ddp(rows(10 * step + rank, count=2)).square().sum() / 2).backward()
         compare(ddp, plain, f"step {step}")
 
 
@@ -181,14 +181,14 @@ def thawed_and_accumulated(rank: int, weighed: bool, skip: str) -> None:
         plain.zero_grad()
         for part, skipped in enumerate([(), (skip,)]):
             for r in range(2):
-                (plain(rows(2, 10 * step + 2 * part + r), skipped).square().sum() / 8).backward()
+                (plain(rows(10 * step + 2 * part + r, count=2), skipped).square().sum() / 8).backward()
             with contextlib.ExitStack() as stack:
                 if part == 0:
                     stack.enter_context(ddp.no_sync())
                 if weighed:
                     stack.enter_context(ddp.weigh(2))
                 share = 2 if weighed else 4
-                (ddp(rows(2, 10 * step + 2 * part + rank), skipped).square().sum() / share).backward()
+                (ddp(rows(10 * step + 2 * part + rank, count=2), skipped).square().sum() / share).backward()
         compare(ddp, plain, f"step {step}")
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import Tensor, nn
-from wrappers import Net, grads, of_whole_batch, rows, train
+from wrappers import Net, grads, of_whole_batch, train
 
 from paceline import DistributedDataParallel, MixedPrecision
 from paceline.testing import RankPool

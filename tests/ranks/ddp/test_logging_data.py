@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import distributed, nn
-from wrappers import WIDTH, WRAPPERS, Net, refusal, rows, train
+from wrappers import WIDTH, WRAPPERS, Net, refusal, train
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool, run_ranks

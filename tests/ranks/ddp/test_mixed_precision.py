@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecision as ShardedPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,10 +41,6 @@ class Net(nn.Module):
 
 def policy(low: torch.dtype, reduce: torch.dtype | None = None, **more: Any) -> MixedPrecision:
     return MixedPrecision(param_dtype=low, reduce_dtype=reduce, buffer_dtype=torch.float32, **more)
-
-
-def rows(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def low_grads(net: Net, low: torch.dtype, x: Tensor) -> dict[str, Tensor]:

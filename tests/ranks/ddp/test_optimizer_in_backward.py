@@ -1,21 +1,30 @@
 """Optimizers that step in backward, and all-reduces that are delayed."""
 
+import contextlib
 import copy
 import functools
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
+from wrappers import equal_on_all, grads, raise_planned, two_layers
 
-from paceline import DistributedDataParallel, OptionError, UnsupportedError
+from paceline import (
+    DistributedDataParallel,
+    OptionError,
+    UnsupportedError,
+)
 from paceline.errors import PeerError
 from paceline.testing import RankPool
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 OPTIMIZERS = {"sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.1})}
+
+rows = functools.partial(batches.rows, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -28,10 +37,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
-
-
-def rows(rank: int, step: int) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
 def make(net: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -224,3 +229,37 @@ def bad_delays(_: int) -> None:
 
 def test_only_own_parameters_can_be_delayed(pair: RankPool) -> None:
     pair.run(bad_delays)
+
+
+def weighed_fused(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
+    loss = ddp(batches.rows(rank)).sum()
+    with pytest.raises(UnsupportedError, match="fused optimizer"):
+        ddp.backward(loss, weight=2)
+    loss.backward()
+    assert equal_on_all(list(ddp.parameters()))
+
+
+def test_a_fused_optimizer_refuses_weights(pair: RankPool) -> None:
+    pair.run(weighed_fused)
+
+
+def optimizer_raises_with_two(rank: int) -> None:
+    modules = [two_layers(), nn.Linear(2, 2)]
+    _apply_optimizer_in_backward(torch.optim.SGD, modules[0].parameters(), {"lr": 0.1})
+    wrappers = [DistributedDataParallel(each) for each in modules]
+    if rank == 0:
+        handle = modules[0][0].weight._in_backward_optimizers[0].register_step_pre_hook(raise_planned)
+    with contextlib.suppress(ZeroDivisionError):
+        wrappers[1](wrappers[0](batches.rows(rank))).sum().backward()
+    assert equal_on_all(grads(modules[1]))
+    if rank == 0:
+        handle.remove()
+    modules[1].zero_grad()
+    wrappers[1](wrappers[0](batches.rows(rank)).detach()).sum().backward()
+    assert modules[1].weight.grad is not None
+
+
+def test_an_optimizer_that_raises_leaves_other_wrappers_their_step(pair: RankPool) -> None:
+    pair.run(optimizer_raises_with_two)

@@ -1,8 +1,10 @@
 """Outputs that are remote references, and backward passes of distributed autograd."""
 
+import functools
 import tempfile
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from paceline import DistributedDataParallel
 from paceline.testing import run_ranks
 
 WORLD = 2
+
+rows = functools.partial(batches.rows, count=3, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -30,10 +34,6 @@ class Net(nn.Module):
         if answer == "tensor":
             return x
         return rpc.RRef(x) if answer == "reference" else {"rref": rpc.RRef(x)}
-
-
-def rows(rank: int, step: int) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
 def dense(grad: Tensor | None) -> Tensor | None:

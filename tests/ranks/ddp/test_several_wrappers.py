@@ -1,9 +1,11 @@
 """Several wrappers on one group, in one backward: their collectives must not mix."""
 
 import copy
+import functools
 import gc
 import weakref
 
+import batches
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from paceline.testing import RankPool, run_ranks
 
 TIMEOUT = 20.0
 TINY_BUCKETS = 1e-5
+
+rows = functools.partial(batches.rows, count=2, dtype=torch.float64)
 
 
 class Chain(nn.Module):
@@ -38,16 +42,11 @@ def two() -> tuple[Chain, Chain]:
     return Chain(3).double(), Chain(5).double()
 
 
-def rows(rank: int, step: int, width: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(2, width, dtype=torch.float64, generator=generator)
-
-
 def loss(nets: tuple[nn.Module, nn.Module], rank: int, step: int) -> torch.Tensor:
     first, second = nets
     # Another part of each is left out on each rank, so that buckets are full at other times.
-    a = first(rows(rank, step, 3), skip=rank == 1 and step > 1)
-    b = second(rows(rank, step, 5), skip=rank == 0 and step > 2)
+    a = first(rows(rank, step, width=3), skip=rank == 1 and step > 1)
+    b = second(rows(rank, step, width=5), skip=rank == 0 and step > 2)
     return a.square().mean() + b.square().mean() * a.mean()
 
 
@@ -74,8 +73,8 @@ def step_with_fault(wrapped: tuple[nn.Module, nn.Module], rank: int, faulty: int
     for net in wrapped:
         net.zero_grad()
     try:
-        x = a(rows(rank, 0, 3), fail=rank == 0 and faulty == 0)
-        y = b(rows(rank, 0, 5), fail=rank == 0 and faulty == 1)
+        x = a(rows(rank, 0, width=3), fail=rank == 0 and faulty == 0)
+        y = b(rows(rank, 0, width=5), fail=rank == 0 and faulty == 1)
         (x.square().mean() + y.square().mean()).backward()
     except (ValueError, PeerError) as error:
         return type(error).__name__
@@ -118,8 +117,8 @@ def nested(rank: int, outer: str, inner: str) -> None:
         for each in (plain, ddp):
             each.zero_grad()
         for each in range(2):
-            (plain(rows(each, step, 256)).square().mean() / 2).backward()
-        ddp(rows(rank, step, 256)).square().mean().backward()
+            (plain(rows(each, step, width=256)).square().mean() / 2).backward()
+        ddp(rows(rank, step, width=256)).square().mean().backward()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad)
 

@@ -1,9 +1,11 @@
 """Wrappers in shared memory: in threads, on several groups, copied on one rank, and steps given up."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import batches
 import pytest
 import torch
 from threads import in_threads
@@ -14,6 +16,8 @@ from paceline.errors import PacelineError
 from paceline.testing import RankPool
 
 LAYERS, WIDTH = 4, 40
+
+rows = functools.partial(batches.rows, count=3, width=WIDTH, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -36,11 +40,6 @@ class Net(nn.Module):
 
 def _raise(_: Tensor) -> None:
     raise ZeroDivisionError
-
-
-def rows(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
 
 
 def wrap(seed: int, **options: Any) -> DistributedDataParallel:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wrappers import WIDTH, WRAPPERS, refusal, rows
+from wrappers import WIDTH, WRAPPERS, refusal
 
 from paceline.testing import RankPool, run_ranks
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import Tensor, nn
 from torch.autograd import profiler
-from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, refusal, rows, train
+from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, refusal, train
 
 from paceline import DistributedDataParallel, UnsupportedError
 from paceline.testing import RankPool

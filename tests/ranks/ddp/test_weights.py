@@ -1,9 +1,11 @@
 """Weighed passes: what they average to, what they refuse, and what they leave as it was."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from paceline.testing import RankPool
 WIDE = 32768  # elements from which a gradient is taken at once
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 Grads = dict[str, Tensor | None]
+
+rows = functools.partial(batches.rows, width=8, dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -35,10 +39,6 @@ class Net(nn.Module):
 def make(**options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Net().double(), **options)
-
-
-def rows(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def loss(net: nn.Module, x: Tensor, **options: bool) -> Tensor:
@@ -82,7 +82,9 @@ def passes_and_empty_ranks(rank: int, view: bool) -> None:
     ddp = make(gradient_as_bucket_view=view, bucket_cap_mb=1e-5)
     for step in range(3):
         counts = [[(r + k + step) % 3 for r in range(world)] for k in range(3)]
-        parts = [[rows(n, 100 * step + 10 * k + r) for r, n in enumerate(ns)] for k, ns in enumerate(counts)]
+        parts = [
+            [rows(100 * step + 10 * k + r, count=n) for r, n in enumerate(ns)] for k, ns in enumerate(counts)
+        ]
         ddp.zero_grad()
         for k in range(3):
             x = parts[k][rank]
@@ -101,7 +103,7 @@ def old_gradients(rank: int, view: bool) -> None:
     ddp = make(gradient_as_bucket_view=view)
     total: Grads = dict.fromkeys(grads(ddp))
     for step in range(4):
-        parts = [rows(r + 1, 10 * step + r) for r in range(world)]
+        parts = [rows(10 * step + r, count=r + 1) for r in range(world)]
         with ddp.weigh(rank + 1):
             loss(ddp, parts[rank], rare=step < 2).backward()
         for name, grad in alone(torch.cat(parts), rare=step < 2).items():
@@ -118,7 +120,7 @@ def test_what_was_there_before_is_added_to(ranks: RankPool, view: bool) -> None:
 def in_one_block(rank: int, way: str) -> None:
     ddp = make()
     for step in range(3):
-        first, second = ([rows(r + 1, 10 * step + 2 * r + k) for r in range(2)] for k in range(2))
+        first, second = ([rows(10 * step + 2 * r + k, count=r + 1) for r in range(2)] for k in range(2))
         ddp.zero_grad()
         with ddp.weigh(float(rank + 1)):
             if way == "two backwards":
@@ -145,7 +147,7 @@ def training_inside(rank: int, view: bool, to_none: bool) -> None:
     plain = Net().double()
     inner, outer = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (ddp, plain))
     for step in range(3):
-        parts = [rows(r + 1, 10 * step + r) for r in range(2)]
+        parts = [rows(10 * step + r, count=r + 1) for r in range(2)]
         outer.zero_grad(set_to_none=to_none)
         loss(plain, torch.cat(parts)).backward()
         outer.step()
@@ -174,9 +176,9 @@ def some_only(rank: int, view: bool) -> None:
             else contextlib.nullcontext()
         )
         with raises, contextlib.nullcontext() if without else ddp.weigh(rank + 1):
-            loss(ddp, rows(rank + 1, rank)).backward()
+            loss(ddp, rows(rank, count=rank + 1)).backward()
         if not lost:
-            same(grads(ddp), alone(torch.cat([rows(r + 1, r) for r in range(2)])))
+            same(grads(ddp), alone(torch.cat([rows(r, count=r + 1) for r in range(2)])))
         else:
             assert all(grad is None for grad in grads(ddp).values())
 
@@ -197,13 +199,13 @@ def mixed(_: int, order: str) -> None:
                 stack.enter_context(ddp.weigh(3))
             if kind.lower() == "a":
                 stack.enter_context(ddp.no_sync())
-            loss(ddp, rows(3, 1)).backward()
+            loss(ddp, rows(1, count=3)).backward()
 
     with pytest.raises((WeightsError, OptionError, PeerError)):
         [run(kind) for kind in order]
     ddp.zero_grad()
     run("S")
-    same(grads(ddp), alone(rows(3, 1)))
+    same(grads(ddp), alone(rows(1, count=3)))
 
 
 @pytest.mark.parametrize("order", ["As", "aS", "AaS", "aAS", "AAaS"])
@@ -214,7 +216,7 @@ def test_weighed_and_plain_passes_do_not_mix(pair: RankPool, order: str) -> None
 
 def refused(_: int) -> None:
     ddp = make()
-    loss(ddp, rows(2, 0)).backward()
+    loss(ddp, rows(0, count=2)).backward()
     before = grads(ddp)
     bad = [
         -1,
@@ -243,19 +245,19 @@ def test_bad_weights_and_errors_before_backward_change_nothing(pair: RankPool) -
 
 def nested(rank: int) -> None:
     ddp = make()
-    loss(ddp, rows(2, rank)).backward()
+    loss(ddp, rows(rank, count=2)).backward()
     before = grads(ddp)
     with ddp.weigh(2), pytest.raises(OptionError, match="holds already"), ddp.weigh(3):
         pass
     same(grads(ddp), before)
     ddp.zero_grad()
     with ddp.no_sync(), ddp.weigh(rank + 1):
-        loss(ddp, rows(rank + 1, rank)).backward()
+        loss(ddp, rows(rank, count=rank + 1)).backward()
     with ddp.weigh(rank + 2):
         with pytest.raises(OptionError, match="holds already"), ddp.weigh(3):
             pass
-        loss(ddp, rows(rank + 2, 5 + rank)).backward()
-    everything = [rows(r + 1, r) for r in range(2)] + [rows(r + 2, 5 + r) for r in range(2)]
+        loss(ddp, rows(5 + rank, count=rank + 2)).backward()
+    everything = [rows(r, count=r + 1) for r in range(2)] + [rows(5 + r, count=r + 2) for r in range(2)]
     same(grads(ddp), alone(torch.cat(everything)))
 
 
@@ -265,8 +267,8 @@ def test_a_weight_inside_another_is_refused_and_nothing_is_lost(pair: RankPool) 
 
 def numbers(rank: int, make_weight: Callable[[int], Any]) -> None:
     ddp = make()
-    ddp.backward(loss(ddp, rows(rank + 1, rank)), weight=make_weight(rank + 1))
-    same(grads(ddp), alone(torch.cat([rows(r + 1, r) for r in range(2)])))
+    ddp.backward(loss(ddp, rows(rank, count=rank + 1)), weight=make_weight(rank + 1))
+    same(grads(ddp), alone(torch.cat([rows(r, count=r + 1) for r in range(2)])))
 
 
 def as_numpy(count: int) -> Any:
@@ -283,12 +285,12 @@ def test_a_weight_may_be_any_kind_of_number(pair: RankPool, make_weight: Callabl
 def interrupted_pass(rank: int) -> None:
     ddp = make()
     with ddp.no_sync(), ddp.weigh(rank + 1):
-        loss(ddp, rows(rank + 1, rank), rare=False).backward()
+        loss(ddp, rows(rank, count=rank + 1), rare=False).backward()
     with pytest.raises(ZeroDivisionError), ddp.no_sync(), ddp.weigh(7):
-        _ = loss(ddp, rows(7, 9)).backward() or 1 / 0
+        _ = loss(ddp, rows(9, count=7)).backward() or 1 / 0
     with ddp.weigh(rank + 2):
-        loss(ddp, rows(rank + 2, 5 + rank), rare=False).backward()
-    everything = [rows(r + 1, r) for r in range(2)] + [rows(r + 2, 5 + r) for r in range(2)]
+        loss(ddp, rows(5 + rank, count=rank + 2), rare=False).backward()
+    everything = [rows(r, count=r + 1) for r in range(2)] + [rows(5 + r, count=r + 2) for r in range(2)]
     same(grads(ddp), alone(torch.cat(everything), rare=False))
 
 

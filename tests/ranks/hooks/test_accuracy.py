@@ -1,5 +1,7 @@
 """paceline's own hooks: what comes back is the same on every rank, and off by no more than they say."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hook_nets import (
@@ -8,6 +10,7 @@ from hook_nets import (
     SHAPES,
     STEPS,
     WITH_MEMORY,
+    Given,
     check_equal_on_all_ranks,
     distance,
     everyones,
@@ -20,8 +23,11 @@ from hook_nets import (
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline import PeerError
-from paceline.testing import RankPool
+from paceline import (
+    PeerError,
+    hooks,
+)
+from paceline.testing import RankPool, run_ranks
 
 EACH = pytest.mark.parametrize("name", HOOKS)
 REMEMBERING = pytest.mark.parametrize("name", WITH_MEMORY)
@@ -239,3 +245,80 @@ def late(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["average", "fp16", "bf16", "int8"])
 def test_a_gradient_that_comes_too_late_for_its_bucket(ranks: RankPool, name: str) -> None:
     ranks.run(late, name)
+
+
+def sums(totals: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    for total, grad in zip(totals, found, strict=True):
+        total += grad
+
+
+def zeros() -> list[Tensor]:
+    return [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+
+
+def swinging_weights(rank: int, name: str) -> list[float]:
+    ddp = wrap(HOOKS[name]())
+    given = everyones()
+    off = []
+    for step in range(4):
+        weights = [1000.0, 1000.0, 1.0] if step % 2 == 0 else [1.0, 1.0, 1000.0]
+        share = [3 * weight / sum(weights) for weight in weights]
+        wanted = mean([[part * grad for grad in each] for part, each in zip(share, given, strict=True)])
+        ddp.zero_grad()
+        ddp.backward(ddp(given[rank]), weight=weights[rank])
+        off.append(distance([p.grad for p in ddp.parameters()], wanted) / largest(given))
+    return off
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp16 with feedback"])
+def test_an_error_is_not_magnified_when_weights_change(name: str) -> None:
+    assert max(run_ranks(swinging_weights, 3, args=(name,), timeout=20.0)[0]) < 0.3
+
+
+def mean_without_one(rank: int, name: str) -> tuple[float, float]:
+    """The last rank has no inputs under join."""
+    steps, world = 24, distributed.get_world_size()
+    ddp = wrap(HOOKS[name]())
+    given = everyones()
+    wanted = [grad * (world - 1) / world for grad in mean(given[:-1])]
+    totals, first = zeros(), 0.0
+    with ddp.join():
+        for _ in range(0 if rank == world - 1 else steps):
+            ddp.zero_grad()
+            ddp(given[rank]).backward()
+            sums(totals, [p.grad for p in ddp.parameters()])  # type: ignore[misc]
+            first = first or distance(totals, wanted)
+    return first, distance([total / steps for total in totals], wanted)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "bf16 with feedback"])
+def test_the_mean_over_steps_is_exact_where_a_rank_has_nothing(name: str) -> None:
+    first, last = run_ranks(mean_without_one, 3, args=(name,), timeout=20.0)[0]
+    assert last < first / 10, (first, last)
+
+
+def powers(rank: int, scale: float) -> tuple[float, float]:
+    shape = (20, 15)
+    ddp = wrap(hooks.power_sgd(2, start_step=0), net=Given([shape]))
+    given = [[scale * grad for grad in each] for each in everyones(shapes=[shape])]
+    wanted, total, first = mean(given)[0], torch.zeros(shape, dtype=torch.float64), 0.0
+    for _ in range(40):
+        total += run_step(ddp, given[rank])[0]
+        first = first or float((total - wanted).abs().max())
+    return first, float((total / 40 - wanted).abs().max())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_power_sgd_finds_directions_at_any_scale(pair: RankPool, scale: float) -> None:
+    first, last = pair.run(powers, scale)[0]
+    assert last < first / 3
+
+
+def large(_: int, name: str) -> bool:
+    ddp = wrap(HOOKS[name](), net=Given([(8,)]))
+    return bool(run_step(ddp, [torch.full((8,), 2e38)])[0].isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "top_k"])
+def test_an_average_of_finite_gradients_is_finite(pair: RankPool, name: str) -> None:
+    assert all(pair.run(large, name))

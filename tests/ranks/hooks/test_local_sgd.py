@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import meshes
 import pytest
 import torch
+from batches import rows
 from hook_nets import (
     SHAPES,
     Given,
@@ -15,9 +17,15 @@ from hook_nets import (
     run_step,
     wrap,
 )
+from meshes import data_rank, parallel, same_on_data_ranks
 from torch import distributed, nn
+from wrappers import Net
 
-from paceline import hooks
+from paceline import (
+    DistributedDataParallel,
+    OptionError,
+    hooks,
+)
 from paceline.errors import HookError
 from paceline.testing import RankPool, run_ranks
 
@@ -130,3 +138,49 @@ def alone(rank: int) -> None:
 
 def test_a_rank_alone() -> None:
     run_ranks(alone, 1)
+
+
+def moves_to_a_group_of_one(rank: int) -> None:
+    hook = hooks.post_local_sgd(start_step=0, period=1)
+    ddp = DistributedDataParallel(Net())
+    ddp.register_comm_hook(None, hook)
+    ddp(rows(rank)).sum().backward()
+    hook.average_parameters(ddp.parameters())
+    alone = [distributed.new_group([each]) for each in range(2)][rank]
+    if rank == 0:
+        ddp._update_process_group(alone)
+        ddp(rows(rank)).sum().backward()
+        assert not hook.average_parameters(ddp.parameters())  # a rank alone has nobody to average with
+    distributed.barrier()
+
+
+def test_local_sgd_follows_its_wrapper_to_a_group_of_one() -> None:
+    run_ranks(moves_to_a_group_of_one, 2, timeout=10.0)
+
+
+def local_sgd_joins(_: int) -> None:
+    ddp = DistributedDataParallel(Net())
+    ddp.register_comm_hook(None, hooks.post_local_sgd(start_step=0, period=1))
+    with pytest.raises(OptionError, match="join is not for hooks that average parameters"):
+        ddp.join()
+
+
+def test_local_sgd_does_not_join(pair: RankPool) -> None:
+    pair.run(local_sgd_joins)
+
+
+def averages_dtensors(_: int, model: str) -> bool:
+    module = parallel(model)
+    ddp = DistributedDataParallel(module, device_mesh=meshes.mesh()["dp"])
+    hook = hooks.post_local_sgd(start_step=0, period=1)
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ddp(meshes.rows(data_rank(), 0)).square().mean().backward()
+    optimizer.step()
+    hook.average_parameters(ddp.parameters())
+    return same_on_data_ranks(list(module.parameters()))
+
+
+@pytest.mark.parametrize("model", ["mixed", "uneven"])
+def test_local_sgd_of_dtensors(four: RankPool, model: str) -> None:
+    assert all(four.run(averages_dtensors, model))

@@ -4,13 +4,22 @@ import contextlib
 import copy
 from typing import Any
 
+import meshes
 import pytest
 import torch
+from batches import rows
+from meshes import data_rank, full, parallel
 from torch import Tensor, distributed, nn
-from wrappers import Net, equal_on_all, rows
+from torch.distributed.algorithms.join import Join
+from wrappers import Net, equal_on_all
 
-from paceline import DistributedDataParallel, OptionError, ShardedOptimizer, ShardError
-from paceline.testing import RankPool
+from paceline import (
+    DistributedDataParallel,
+    OptionError,
+    ShardedOptimizer,
+    ShardError,
+)
+from paceline.testing import RankPool, run_ranks
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -263,3 +272,80 @@ def share_is_complete(rank: int) -> None:
 
 def test_a_share_has_what_no_step_has_made_yet(ranks: RankPool) -> None:
     ranks.run(share_is_complete)
+
+
+def accumulates_and_joins(rank: int) -> None:
+    ddp = DistributedDataParallel(Net())
+    optimizer = ShardedOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    with Join([ddp, optimizer]):
+        for step in range(4 if rank == 0 else 2):
+            with ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                ddp(rows(rank, step)).square().mean().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert equal_on_all(list(ddp.parameters()))
+
+
+def test_a_sharded_optimizer_under_join_with_accumulation() -> None:
+    run_ranks(accumulates_and_joins, 2, timeout=12.0)
+
+
+def private_parameters(rank: int) -> float:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    nn.init.constant_(net[0].weight, rank + 1.0)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
+    ddp = DistributedDataParallel(net)
+    optimizer = ShardedOptimizer(ddp, torch.optim.SGD, lr=0.0)
+    ddp(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return float(net[0].weight[0, 0].detach())
+
+
+def test_ignored_parameters_stay_each_ranks_own(pair: RankPool) -> None:
+    assert pair.run(private_parameters) == [1.0, 2.0]
+
+
+def closure_raises(rank: int) -> str:
+    ddp = DistributedDataParallel(Net())
+    optimizer = ShardedOptimizer(ddp, torch.optim.SGD, lr=0.1)
+
+    def closure() -> Tensor:
+        loss: Tensor = ddp(rows(rank, 0)).square().mean()
+        loss.backward()
+        if rank == 1:
+            raise ZeroDivisionError
+        return loss
+
+    try:
+        optimizer.step(closure)
+    except ZeroDivisionError:
+        return "raised"
+    return "stepped"
+
+
+def test_a_closure_that_raises_on_one_rank_holds_nobody() -> None:
+    assert run_ranks(closure_raises, 2, timeout=10.0)[1] == "raised"
+
+
+def steps_dtensors(_: int, model: str) -> list[bool]:
+    mesh = meshes.mesh()["dp"]
+    ours, theirs = parallel(model), parallel(model)
+    wrapped = [DistributedDataParallel(each, device_mesh=mesh) for each in (ours, theirs)]
+    optimizers: list[Any] = [
+        ShardedOptimizer(wrapped[0], torch.optim.Adam, lr=0.1),
+        torch.optim.Adam(theirs.parameters(), lr=0.1),
+    ]
+    for step in range(2):
+        for ddp, optimizer in zip(wrapped, optimizers, strict=True):
+            optimizer.zero_grad()
+            ddp(meshes.rows(data_rank(), step)).square().mean().backward()
+            optimizer.step()
+    return [
+        torch.equal(full(a), full(b)) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("model", ["mixed", "uneven"])
+def test_a_sharded_optimizer_of_dtensors(four: RankPool, model: str) -> None:
+    assert all(map(all, four.run(steps_dtensors, model)))

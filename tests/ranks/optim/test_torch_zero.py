@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from batches import rows
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from wrappers import WIDTH, WRAPPERS, equal_on_all, rows
+from wrappers import WIDTH, WRAPPERS, equal_on_all
 
 from paceline.testing import RankPool
 
