@@ -2,21 +2,17 @@
 
 from collections import OrderedDict, namedtuple
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from batches import numbered
+from containers import Typed
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 CPUS = ["cpu", "cpu"]
 
 Pair = namedtuple("Pair", ["a", "b"])
-
-
-class Typed(NamedTuple):
-    x: Any
-    y: Any = 7
 
 
 class Settings(dict):

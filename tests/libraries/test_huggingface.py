@@ -11,7 +11,7 @@ import torch
 from launched import as_torchrun_tells
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from wrappers import WRAPPERS, everyones
+from wrappers import WRAPPERS, assert_equal_bits, everyones
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
@@ -30,11 +30,6 @@ def started(rank: int, wrapper: str = "torch") -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     with mock.patch.object(nn.parallel, "DistributedDataParallel", WRAPPERS[wrapper]):
         yield
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), f"parameter {index} is off by {(mine - other).abs().max():.3g}"
 
 
 def values(network: nn.Module) -> list[Tensor]:
@@ -80,7 +75,7 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
         accelerator.load_state(str(folder / wrapper))
         assert not torch.equal(values(net)[0], whole[0])
         an_epoch(accelerator, *prepared)
-        assert_same(values(net), whole)
+        assert_equal_bits(values(net), whole)
         with accelerator.no_sync(model):
             mine = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
             accelerator.backward(model(mine).square().mean())
@@ -93,8 +88,8 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
 @pytest.mark.parametrize("hook", ["NO", "FP16"])
 def test_accelerate_gives_the_same_parameters(pair: RankPool, hook: str, tmp_path: Path) -> None:
     theirs, ours = (pair.run(accelerated, wrapper, hook, tmp_path) for wrapper in ("torch", "paceline"))
-    assert_same(ours[0], theirs[0])
-    assert_same(ours[0], ours[1])
+    assert_equal_bits(ours[0], theirs[0])
+    assert_equal_bits(ours[0], ours[1])
 
 
 def wrapped_before(rank: int) -> None:
@@ -112,7 +107,7 @@ def wrapped_before(rank: int) -> None:
             an_epoch(accelerator, *prepared)
             assert accelerator.unwrap_model(prepared[0]) is extract_model_from_parallel(model) is net
             found.append(values(net))
-    assert_same(*found)
+    assert_equal_bits(*found)
 
 
 def test_a_model_that_is_wrapped_already_can_be_prepared(pair: RankPool) -> None:
@@ -140,10 +135,10 @@ def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
 def test_a_sync_can_be_triggered_in_the_last_backward(pair: RankPool) -> None:
     theirs, ours = (pair.run(triggered, wrapper) for wrapper in ("torch", "paceline"))
     for rank in range(2):
-        assert_same(ours[rank][0], theirs[rank][0])
-        assert_same(ours[rank][1], theirs[rank][1])
+        assert_equal_bits(ours[rank][0], theirs[rank][0])
+        assert_equal_bits(ours[rank][1], theirs[rank][1])
     assert not torch.equal(ours[0][0][0], ours[1][0][0])
-    assert_same(ours[0][1], ours[1][1])
+    assert_equal_bits(ours[0][1], ours[1][1])
 
 
 WORDS, TEXTS, ASKED = 16, 32, 13
@@ -195,14 +190,14 @@ def trained(rank: int, wrapper: str, folder: Path) -> tuple[list[Tensor], dict[s
         assert unwrap_model(whole.model_wrapped) is whole.model
         resumed = trainer()
         resumed.train(resume_from_checkpoint=str(folder / wrapper / "checkpoint-3"))
-        assert_same(values(resumed.model), values(whole.model))
+        assert_equal_bits(values(resumed.model), values(whole.model))
         return values(whole.model), whole.evaluate()
 
 
 def test_the_trainer_gives_the_same_parameters_and_predictions(pair: RankPool, tmp_path: Path) -> None:
     theirs, ours = (pair.run(trained, wrapper, tmp_path) for wrapper in ("torch", "paceline"))
     for (mine, asked), (other, answer) in zip(ours, theirs, strict=True):
-        assert_same(mine, other)
+        assert_equal_bits(mine, other)
         for name in ("eval_loss", "eval_right", "eval_count"):
             assert asked[name] == answer[name], name
         assert asked["eval_count"] == ASKED

@@ -98,6 +98,11 @@ def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
+def assert_equal_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other), f"tensor {index} is off by {(mine - other).abs().max():.3g}"
+
+
 def collectives(act: Callable[[], object]) -> Counter[str]:
     """Every collective that ``act`` begins, as torch's profiler sees them."""
     with profiler.profile() as profile:

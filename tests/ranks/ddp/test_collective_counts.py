@@ -1,14 +1,11 @@
 """What a step costs in collectives of the process group, counted by torch's profiler, not by us."""
 
-from collections import Counter
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
-from torch.autograd import profiler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
+from wrappers import collectives
 
 from paceline import (
     DistributedDataParallel,
@@ -27,12 +24,6 @@ class Choosy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.parts[self.rank](self.shared(x))
-
-
-def collectives(act: Callable[[], None]) -> Counter[str]:
-    with profiler.profile() as profile:
-        act()
-    return Counter(event.name for event in profile.function_events if event.name.startswith("gloo:"))
 
 
 def step(ddp: nn.Module) -> None:

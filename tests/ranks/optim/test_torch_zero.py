@@ -11,7 +11,7 @@ import torch
 from batches import rows
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from wrappers import WIDTH, WRAPPERS, equal_on_all
+from wrappers import WIDTH, WRAPPERS, assert_equal_bits, equal_on_all
 
 from paceline.testing import RankPool
 
@@ -48,17 +48,12 @@ def values(ddp: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), f"parameter {index} is off by {(mine - other).abs().max():.3g}"
-
-
 def as_plain(rank: int, kind: type[torch.optim.Optimizer], view: bool, grad_view: bool) -> None:
     plain, ours = make(), make(gradient_as_bucket_view=grad_view)
     train(plain, kind(plain.parameters(), lr=0.05), rank)
     zero = ZeroRedundancyOptimizer(ours.parameters(), kind, parameters_as_bucket_view=view, lr=0.05)
     train(ours, zero, rank)
-    assert_same(values(ours), values(plain))
+    assert_equal_bits(values(ours), values(plain))
     assert equal_on_all(values(ours))
 
 
@@ -82,7 +77,7 @@ def consolidated(rank: int) -> None:
         ours_state, plain_state = zero.state_dict()["state"], adam.state_dict()["state"]
         assert ours_state.keys() == plain_state.keys()
         for number, state in plain_state.items():
-            assert_same([*ours_state[number].values()], [*state.values()])
+            assert_equal_bits([*ours_state[number].values()], [*state.values()])
 
 
 def test_state_is_consolidated(ranks: RankPool) -> None:
@@ -138,7 +133,7 @@ def test_overlapped_steps_are_those_on_torchs_wrapper(
     theirs, ours = (
         pair.run(overlapped, wrapper, make_hook, inner, shards) for wrapper in ("torch", "paceline")
     )
-    assert_same(ours[0], theirs[0])
+    assert_equal_bits(ours[0], theirs[0])
 
 
 def test_overlapped_steps_on_three_ranks() -> None:

@@ -13,6 +13,7 @@ from batches import numbered
 from containers import (
     Box,
     Computed,
+    Fieldless,
     Frozen,
     FrozenOwnSlots,
     KeyedBox,
@@ -58,11 +59,6 @@ class Table(dict):
 class Late:
     left: Any = dataclasses.field(init=False)
     right: Any = dataclasses.field(init=False)
-
-
-@dataclasses.dataclass
-class Fieldless:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,32 +2,24 @@
 
 import dataclasses
 import functools
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from containers import Names, Pair, Settings, Tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import MappingKey, register_pytree_node
 
 from paceline import gather, scatter, scatter_kwargs
 
-Pair = namedtuple("Pair", ["a", "b"])
 SHARED = object()
 
 
 class Typed(NamedTuple):
     a: Any
     b: Any
-
-
-class Names(list):
-    pass
-
-
-class Settings(dict):
-    pass
 
 
 @dataclasses.dataclass
@@ -72,10 +64,6 @@ register_pytree_node(
         box.label,
     ),
 )
-
-
-class Tagged(torch.Tensor):
-    """A tensor subclass, kept by every operation."""
 
 
 class Case(NamedTuple):

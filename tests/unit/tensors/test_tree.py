@@ -1,36 +1,20 @@
 import dataclasses
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from containers import Box
+from containers import Box, Fieldless, Names, Nothing, Pair, Settings, Typed
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, register_constant, register_pytree_node
 
 from paceline.tensors import tree
 from paceline.tensors.tree import AttributeKey
 
-Pair = namedtuple("Pair", ["a", "b"])
-Nothing = namedtuple("Nothing", [])
-
-
-class Typed(NamedTuple):
-    x: Any
-    y: Any = 7
-
-
-class Names(list):
-    pass
-
 
 class Span(tuple):
     __slots__ = ()
-
-
-class Settings(dict):
-    pass
 
 
 @dataclasses.dataclass
@@ -93,11 +77,6 @@ class Positive:
 @dataclasses.dataclass
 class Child(Plain):
     z: Any = None
-
-
-@dataclasses.dataclass
-class Fieldless:
-    pass
 
 
 class KeyedBox(Box):
