@@ -37,7 +37,7 @@ from paceline.errors import (
     WeightsError,
     WrapError,
 )
-from paceline.optim.sharded import ShardedOptimizer
+from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.function import launch
 
 __version__ = "0.1.0.dev0"

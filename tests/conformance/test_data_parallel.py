@@ -1,11 +1,13 @@
 """What torch's own wrapper does on a machine without an accelerator, and ours with it."""
 
 import copy
+import functools
 import inspect
 import pickle
 import warnings
 from typing import Any
 
+import batches
 import pytest
 import torch
 from torch import nn
@@ -16,8 +18,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def rows() -> torch.Tensor:
-    return torch.randn(6, 3, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+rows = functools.partial(batches.rows, width=3, dtype=torch.double)
 
 
 def wrap(parallel: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

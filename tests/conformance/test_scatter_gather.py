@@ -2,20 +2,17 @@
 
 from collections import OrderedDict, namedtuple
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from batches import numbered
+from containers import Typed
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 CPUS = ["cpu", "cpu"]
 
 Pair = namedtuple("Pair", ["a", "b"])
-
-
-class Typed(NamedTuple):
-    x: Any
-    y: Any = 7
 
 
 class Settings(dict):
@@ -37,10 +34,6 @@ class Ordered(tuple):
 
     def __new__(cls, low: Any, high: Any) -> "Ordered":
         return super().__new__(cls, (low, high))
-
-
-def rows(count: int, columns: int = 2) -> torch.Tensor:
-    return torch.arange(float(count * columns)).reshape(count, columns)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -255,34 +248,37 @@ def test_nothing_to_gather_is_an_index_error(parallel: ModuleType) -> None:
 def test_a_tensor_gives_a_tuple_of_chunks(
     parallel_on_cpu: ModuleType, count: int, devices: int, sizes: list[int]
 ) -> None:
-    pieces = parallel_on_cpu.scatter(rows(count), ["cpu"] * devices)
+    pieces = parallel_on_cpu.scatter(numbered(count), ["cpu"] * devices)
     assert type(pieces) is tuple
     assert [piece.size(0) for piece in pieces] == sizes
-    assert torch.equal(torch.cat(pieces), rows(count))
+    assert torch.equal(torch.cat(pieces), numbered(count))
 
 
 @pytest.mark.parametrize("dim", [1, -1, -2])
 def test_scatter_and_gather_along_another_dimension(parallel_on_cpu: ModuleType, dim: int) -> None:
-    x = rows(4, 6)
+    x = numbered(4, 6)
     pieces = parallel_on_cpu.scatter(x, CPUS, dim=dim)
     assert [piece.size(dim) for piece in pieces] == [x.size(dim) // 2] * 2
     assert torch.equal(parallel_on_cpu.gather(pieces, "cpu", dim=dim), x)
 
 
 def packed(*, enforce_sorted: bool) -> PackedSequence:
-    return pack_sequence([rows(2), rows(2), rows(2), rows(2)], enforce_sorted=enforce_sorted)
+    return pack_sequence(
+        [numbered(2), numbered(2), numbered(2), numbered(2)],
+        enforce_sorted=enforce_sorted,
+    )
 
 
 NESTS: list[Any] = [
-    (rows(4),),
-    [rows(4), 3],
-    {"x": rows(4), "flag": True},
-    OrderedDict(b=rows(4), a=rows(4, 3)),
-    Settings(x=rows(4)),
-    Pair(rows(4), "text"),
-    Typed(rows(4), None),
-    (rows(4), [rows(4), {"y": (rows(4),)}], (), {}),
-    {"pair": Pair([rows(4)], ()), 1: None},
+    (numbered(4),),
+    [numbered(4), 3],
+    {"x": numbered(4), "flag": True},
+    OrderedDict(b=numbered(4), a=numbered(4, 3)),
+    Settings(x=numbered(4)),
+    Pair(numbered(4), "text"),
+    Typed(numbered(4), None),
+    (numbered(4), [numbered(4), {"y": (numbered(4),)}], (), {}),
+    {"pair": Pair([numbered(4)], ()), 1: None},
     packed(enforce_sorted=True),
     packed(enforce_sorted=False),
 ]
@@ -307,12 +303,12 @@ def test_a_container_of_tensors_gives_a_list_of_the_same_type(parallel_on_cpu: M
 @pytest.mark.parametrize(
     "nest",
     [
-        [rows(4), rows(4, 3)],
-        (rows(4), [None, (rows(4), {})]),
-        {"x": rows(4), "none": None},
-        OrderedDict(b=rows(4), a=rows(4, 3)),
-        Settings(x=rows(4)),
-        Pair(rows(4), Typed([rows(4)], None)),
+        [numbered(4), numbered(4, 3)],
+        (numbered(4), [None, (numbered(4), {})]),
+        {"x": numbered(4), "none": None},
+        OrderedDict(b=numbered(4), a=numbered(4, 3)),
+        Settings(x=numbered(4)),
+        Pair(numbered(4), Typed([numbered(4)], None)),
         packed(enforce_sorted=True),
         packed(enforce_sorted=False),
     ],
@@ -323,41 +319,44 @@ def test_gather_undoes_scatter(parallel_on_cpu: ModuleType, nest: Any) -> None:
 
 
 def test_objects_beside_a_short_tensor_are_given_to_its_pieces_only(parallel_on_cpu: ModuleType) -> None:
-    pieces = parallel_on_cpu.scatter([rows(2), "name", {"k": ()}], ["cpu"] * 4)
-    assert same(pieces, [[rows(2)[:1], "name", {"k": ()}], [rows(2)[1:], "name", {"k": ()}]])
+    pieces = parallel_on_cpu.scatter([numbered(2), "name", {"k": ()}], ["cpu"] * 4)
+    assert same(pieces, [[numbered(2)[:1], "name", {"k": ()}], [numbered(2)[1:], "name", {"k": ()}]])
 
 
 def test_an_empty_container_beside_tensors_is_shared(parallel_on_cpu: ModuleType) -> None:
     empty: list[Any] = []
-    pieces = parallel_on_cpu.scatter((rows(4), empty), CPUS)
+    pieces = parallel_on_cpu.scatter((numbered(4), empty), CPUS)
     assert all(piece[1] is empty for piece in pieces)
 
 
 def test_gather_takes_keys_in_the_first_replicas_order(parallel_on_cpu: ModuleType) -> None:
-    outputs = [{"b": rows(1), "a": rows(1, 3)}, {"a": rows(1, 3), "b": rows(1)}]
+    outputs = [
+        {"b": numbered(1), "a": numbered(1, 3)},
+        {"a": numbered(1, 3), "b": numbered(1)},
+    ]
     gathered = parallel_on_cpu.gather(outputs, "cpu")
     assert list(gathered) == ["b", "a"]
     assert gathered["a"].shape == (2, 3)
 
 
 def test_gather_takes_outputs_of_different_lengths_along_the_dimension(parallel_on_cpu: ModuleType) -> None:
-    gathered = parallel_on_cpu.gather([rows(3), rows(0), rows(1)], "cpu")
-    assert torch.equal(gathered, torch.cat([rows(3), rows(1)]))
+    gathered = parallel_on_cpu.gather([numbered(3), numbered(0), numbered(1)], "cpu")
+    assert torch.equal(gathered, torch.cat([numbered(3), numbered(1)]))
 
 
 def test_gather_takes_a_tensor_as_a_sequence_of_its_rows(parallel_on_cpu: ModuleType) -> None:
-    assert torch.equal(parallel_on_cpu.gather(rows(2, 3), "cpu"), rows(2, 3).flatten())
+    assert torch.equal(parallel_on_cpu.gather(numbered(2, 3), "cpu"), numbered(2, 3).flatten())
 
 
 @pytest.mark.parametrize(
     ("inputs", "kwargs", "devices", "counts"),
     [
-        ((rows(4),), None, 2, (2, 2)),
-        ((), {"x": rows(4)}, 2, (2, 2)),
-        ((rows(4), 1), {"x": rows(4, 3), "y": 2}, 2, (2, 2)),
-        ((rows(2),), {"x": rows(4)}, 4, (4, 4)),
-        ((rows(1),), {}, 4, (1, 1)),
-        ((rows(2),), {"flag": True}, 4, (4, 4)),
+        ((numbered(4),), None, 2, (2, 2)),
+        ((), {"x": numbered(4)}, 2, (2, 2)),
+        ((numbered(4), 1), {"x": numbered(4, 3), "y": 2}, 2, (2, 2)),
+        ((numbered(2),), {"x": numbered(4)}, 4, (4, 4)),
+        ((numbered(1),), {}, 4, (1, 1)),
+        ((numbered(2),), {"flag": True}, 4, (4, 4)),
     ],
     ids=["inputs", "kwargs", "both", "fewer inputs", "one row", "objects fill the devices"],
 )
@@ -377,18 +376,18 @@ def test_scatter_kwargs_fills_up_the_shorter_side(
 
 
 def test_gradients_reach_the_input(parallel_on_cpu: ModuleType) -> None:
-    x = rows(3).requires_grad_()
+    x = numbered(3).requires_grad_()
     pieces = parallel_on_cpu.scatter({"x": x}, CPUS)
     parallel_on_cpu.gather([piece["x"] * piece["x"] for piece in pieces], "cpu").sum().backward()
-    assert torch.equal(x.grad, 2 * rows(3))
+    assert torch.equal(x.grad, 2 * numbered(3))
 
 
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dimension_out_of_range_is_an_index_error(parallel_on_cpu: ModuleType, dim: int) -> None:
     with pytest.raises(IndexError):
-        parallel_on_cpu.scatter(rows(4), CPUS, dim=dim)
+        parallel_on_cpu.scatter(numbered(4), CPUS, dim=dim)
     with pytest.raises(IndexError):
-        parallel_on_cpu.gather([rows(2), rows(2)], "cpu", dim=dim)
+        parallel_on_cpu.gather([numbered(2), numbered(2)], "cpu", dim=dim)
 
 
 def test_a_tensor_without_dimensions_is_a_runtime_error(parallel_on_cpu: ModuleType) -> None:
@@ -398,4 +397,4 @@ def test_a_tensor_without_dimensions_is_a_runtime_error(parallel_on_cpu: ModuleT
 
 def test_tensors_that_do_not_fit_are_a_runtime_error(parallel_on_cpu: ModuleType) -> None:
     with pytest.raises(RuntimeError):
-        parallel_on_cpu.gather([rows(2, 2), rows(2, 3)], "cpu")
+        parallel_on_cpu.gather([numbered(2, 2), numbered(2, 3)], "cpu")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from batches import rows
 from torch import Tensor, distributed
-from wrappers import Net, rows
+from wrappers import Net
 
 from paceline import DistributedDataParallel, ShardedOptimizer
 from paceline.testing import RankPool

@@ -11,7 +11,7 @@ import torch
 from launched import as_torchrun_tells
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from wrappers import WRAPPERS, everyones
+from wrappers import WRAPPERS, assert_equal_bits, everyones
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool
@@ -32,11 +32,6 @@ def started(rank: int, wrapper: str = "torch") -> Iterator[None]:
         yield
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), f"parameter {index} is off by {(mine - other).abs().max():.3g}"
-
-
 def values(network: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -46,7 +41,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def rows() -> DataLoader[Any]:
+def loader() -> DataLoader[Any]:
     return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)  # type: ignore[arg-type]
 
 
@@ -70,7 +65,7 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
         )
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[options])
         net = network()
-        prepared = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+        prepared = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1), loader())
         model = prepared[0]
         assert type(model) is WRAPPERS[wrapper]
         an_epoch(accelerator, *prepared)
@@ -80,7 +75,7 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
         accelerator.load_state(str(folder / wrapper))
         assert not torch.equal(values(net)[0], whole[0])
         an_epoch(accelerator, *prepared)
-        assert_same(values(net), whole)
+        assert_equal_bits(values(net), whole)
         with accelerator.no_sync(model):
             mine = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
             accelerator.backward(model(mine).square().mean())
@@ -93,8 +88,8 @@ def accelerated(rank: int, wrapper: str, hook: str, folder: Path) -> list[Tensor
 @pytest.mark.parametrize("hook", ["NO", "FP16"])
 def test_accelerate_gives_the_same_parameters(pair: RankPool, hook: str, tmp_path: Path) -> None:
     theirs, ours = (pair.run(accelerated, wrapper, hook, tmp_path) for wrapper in ("torch", "paceline"))
-    assert_same(ours[0], theirs[0])
-    assert_same(ours[0], ours[1])
+    assert_equal_bits(ours[0], theirs[0])
+    assert_equal_bits(ours[0], ours[1])
 
 
 def wrapped_before(rank: int) -> None:
@@ -108,11 +103,11 @@ def wrapped_before(rank: int) -> None:
             net = network()
             model = DistributedDataParallel(net) if wrapped else net
             assert isinstance(model, TORCHS) is wrapped
-            prepared = accelerator.prepare(model, torch.optim.Adam(net.parameters(), lr=0.1), rows())
+            prepared = accelerator.prepare(model, torch.optim.Adam(net.parameters(), lr=0.1), loader())
             an_epoch(accelerator, *prepared)
             assert accelerator.unwrap_model(prepared[0]) is extract_model_from_parallel(model) is net
             found.append(values(net))
-    assert_same(*found)
+    assert_equal_bits(*found)
 
 
 def test_a_model_that_is_wrapped_already_can_be_prepared(pair: RankPool) -> None:
@@ -125,7 +120,7 @@ def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
     with started(rank, wrapper):
         accelerator = Accelerator(cpu=True)
         net = network()
-        model, batches = accelerator.prepare(net, rows())
+        model, batches = accelerator.prepare(net, loader())
         with accelerator.no_sync(model):
             first, second = (
                 model(batch).square().mean() for batch, _ in zip(batches, range(2), strict=False)
@@ -140,10 +135,10 @@ def triggered(rank: int, wrapper: str) -> list[list[Tensor]]:
 def test_a_sync_can_be_triggered_in_the_last_backward(pair: RankPool) -> None:
     theirs, ours = (pair.run(triggered, wrapper) for wrapper in ("torch", "paceline"))
     for rank in range(2):
-        assert_same(ours[rank][0], theirs[rank][0])
-        assert_same(ours[rank][1], theirs[rank][1])
+        assert_equal_bits(ours[rank][0], theirs[rank][0])
+        assert_equal_bits(ours[rank][1], theirs[rank][1])
     assert not torch.equal(ours[0][0][0], ours[1][0][0])
-    assert_same(ours[0][1], ours[1][1])
+    assert_equal_bits(ours[0][1], ours[1][1])
 
 
 WORDS, TEXTS, ASKED = 16, 32, 13
@@ -195,14 +190,14 @@ def trained(rank: int, wrapper: str, folder: Path) -> tuple[list[Tensor], dict[s
         assert unwrap_model(whole.model_wrapped) is whole.model
         resumed = trainer()
         resumed.train(resume_from_checkpoint=str(folder / wrapper / "checkpoint-3"))
-        assert_same(values(resumed.model), values(whole.model))
+        assert_equal_bits(values(resumed.model), values(whole.model))
         return values(whole.model), whole.evaluate()
 
 
 def test_the_trainer_gives_the_same_parameters_and_predictions(pair: RankPool, tmp_path: Path) -> None:
     theirs, ours = (pair.run(trained, wrapper, tmp_path) for wrapper in ("torch", "paceline"))
     for (mine, asked), (other, answer) in zip(ours, theirs, strict=True):
-        assert_same(mine, other)
+        assert_equal_bits(mine, other)
         for name in ("eval_loss", "eval_right", "eval_count"):
             assert asked[name] == answer[name], name
         assert asked["eval_count"] == ASKED

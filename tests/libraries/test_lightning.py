@@ -9,18 +9,13 @@ import torch
 from launched import as_torchrun_tells
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from wrappers import equal_on_all
+from wrappers import assert_equal_bits, equal_on_all
 
 from paceline import MixedPrecision
 from paceline.errors import MissingPackageError
 from paceline.testing import RankPool
 
 # Lightning is imported in the ranks alone: it takes seconds, and every test process would pay them.
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), f"parameter {index} is off by {(mine - other).abs().max():.3g}"
 
 
 def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
@@ -31,7 +26,7 @@ def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
         nets.fit(rank, strategy, getattr(nets, net)(), **options) for strategy in ("ddp", "paceline")
     )
     assert (theirs.wrapper, ours.wrapper) == ("torch.nn.parallel.distributed", "paceline.ddp.wrapper")
-    assert_same(ours.values(), theirs.values())
+    assert_equal_bits(ours.values(), theirs.values())
     assert equal_on_all(ours.values())
     start = getattr(nets, net)().values()
     assert not torch.equal(ours.values()[0], start[0])
@@ -53,7 +48,7 @@ def with_a_spare_layer(rank: int) -> None:
     with pytest.raises(RuntimeError, match="not used in producing the loss"):
         nets.fit(rank, "ddp", nets.Net(spare=True))
     plain, spare = nets.fit(rank, "paceline", nets.Net()), nets.fit(rank, "paceline", nets.Net(spare=True))
-    assert_same(spare.values()[:4], plain.values())
+    assert_equal_bits(spare.values()[:4], plain.values())
 
 
 def test_a_layer_that_is_not_used_needs_no_flag(pair: RankPool) -> None:
@@ -112,7 +107,7 @@ def with_options(rank: int) -> None:
     by_hand = [
         nets.fit(rank, PacelineStrategy(static_graph=static), nets.ByHand()) for static in (False, True)
     ]
-    assert_same(*(net.values() for net in by_hand))
+    assert_equal_bits(*(net.values() for net in by_hand))
 
 
 def test_options_reach_the_wrapper(pair: RankPool) -> None:
@@ -130,7 +125,7 @@ def resumed(rank: int, folder: Path) -> None:
         half.fit(nets.Net(), DataLoader(nets.Batches(rank, [3] * nets.BATCHES), batch_size=None))
         half.save_checkpoint(folder / f"{first}.ckpt")
         net = nets.fit(rank, second, nets.Net(), max_epochs=2, resume=folder / f"{first}.ckpt")
-        assert_same(net.values(), whole)
+        assert_equal_bits(net.values(), whole)
 
 
 def test_a_checkpoint_is_resumed_by_either_strategy(pair: RankPool, tmp_path: Path) -> None:
@@ -167,10 +162,10 @@ def with_fabric(rank: int, strategy: str, folder: Path) -> list[Tensor]:
 
 def test_fabric_gives_the_parameters_of_ddp(pair: RankPool, tmp_path: Path) -> None:
     theirs, ours = (pair.run(with_fabric, strategy, tmp_path) for strategy in ("ddp", "paceline"))
-    assert_same(ours[0], theirs[0])
-    assert_same(ours[1], ours[0])
+    assert_equal_bits(ours[0], theirs[0])
+    assert_equal_bits(ours[1], ours[0])
     saved = [torch.load(tmp_path / strategy)["model"] for strategy in ("ddp", "paceline")]
-    assert_same([*saved[1].values()], [*saved[0].values()])
+    assert_equal_bits([*saved[1].values()], [*saved[0].values()])
 
 
 def weighed_with_fabric(rank: int) -> None:
@@ -190,7 +185,7 @@ def weighed_with_fabric(rank: int) -> None:
         [parameter.grad for parameter in network.parameters()],
         [parameter.grad for parameter in alone.parameters()],
     )
-    with pytest.raises(ValueError, match="weights are for a model"):
+    with pytest.raises(ValueError, match="model must be what fabric"):
         fabric.strategy.weigh(nn.Linear(1, 1), 2)
 
 

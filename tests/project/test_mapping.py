@@ -150,7 +150,7 @@ def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
 
 RIGHT = (
     "| `join` | job | `ddp/wrapper.py::DistributedDataParallel.join` "
-    "| `tests/ranks/test_ddp_join.py::test_join_can_be_switched_off` |"
+    "| `tests/ranks/ddp/test_join.py::test_join_can_be_switched_off` |"
 )
 
 
@@ -160,10 +160,10 @@ RIGHT = (
         ("", "", None),
         ("wrapper.py", "attic.py", "there is no ddp/attic.py::DistributedDataParallel.join in paceline"),
         (".join`", ".joint`", "there is no ddp/wrapper.py::DistributedDataParallel.joint in paceline"),
-        ("test_ddp_join.py", "test_attic.py", "there is no test tests/ranks/test_attic.py::test_join_can"),
-        ("_switched_off", "_switched_on", "there is no test tests/ranks/test_ddp_join.py::test_join_can_be_"),
-        ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/test_ddp_join"),
-        ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/test_ddp_join.py::in"),
+        ("test_join.py", "test_attic.py", "there is no test tests/ranks/ddp/test_attic.py::test_join_can"),
+        ("_switched_off", "_switched_on", "there is no test tests/ranks/ddp/test_join.py::test_join_can_be_"),
+        ("_switched_off`", "_switched_off[attic]`", "there is no case 'attic' of tests/ranks/ddp/test_join"),
+        ("::test_join_can_be_switched_off", "::inputs", "there is no test tests/ranks/ddp/test_join.py::in"),
         ("`ddp/wrapper.py::DistributedDataParallel.join`", "somewhere", "a row needs a name, a place and"),
         ("| job ", "", "a row needs a name, a place and a test"),
         ("`join`", "`joint`", "no row for join under 'Join'"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torture.case import Case, Turn, layers, loss_of
+from torture.case import Case, layers, plain
 from torture.judge import Verdict, judge
 from torture.run import Expected, ExpectedLoss, Grads, Lost, Refused, oracle, train_case
 from torture.suite import ALL
@@ -14,12 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 WEIGHT = torch.ones(3, dtype=torch.double)
 
 
-def step(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
-
-
-CASE = Case(name="plain", build=layers, step=step)
-REFUSED = Case(name="refused", build=layers, step=step, refused="meta")
+CASE = Case(name="plain", build=layers, step=plain)
+REFUSED = Case(name="refused", build=layers, step=plain, refused="meta")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import MappingKey, register_pytree_node
@@ -11,7 +11,21 @@ Pair = namedtuple("Pair", ["a", "b"])
 Nothing = namedtuple("Nothing", [])
 
 
+class Typed(NamedTuple):
+    x: Any
+    y: Any = 7
+
+
 class Names(list):
+    pass
+
+
+class Settings(dict):
+    pass
+
+
+@dataclasses.dataclass
+class Fieldless:
     pass
 
 
@@ -68,7 +82,3 @@ register_pytree_node(
 
 class Tagged(torch.Tensor):
     """A tensor subclass, kept by every operation."""
-
-
-def rows(count: int, columns: int = 2) -> torch.Tensor:
-    return torch.arange(float(count * columns)).reshape(count, columns)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import batches
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -170,8 +171,8 @@ def data_rank() -> int:
 
 def rows(data_rank: int, step: int = 0) -> torch.Tensor:
     """Equal on tensor-parallel peers."""
-    generator = torch.Generator().manual_seed(1000 * step + data_rank)
-    return torch.randn(2, WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    flat = batches.rows(data_rank, step, count=2 * WIDTH, width=WIDTH, dtype=torch.float64)
+    return flat.view(2, WIDTH, WIDTH)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.parallel
+from batches import rows
 from torch import distributed, nn
 from torch.autograd import profiler
 
 import paceline.nn.parallel
+from paceline import MixedPrecision
 from paceline.comm import pending
 
 WRAPPERS: dict[str, Any] = {
@@ -19,6 +21,7 @@ WRAPPERS: dict[str, Any] = {
     "paceline": paceline.nn.parallel.DistributedDataParallel,
 }
 WIDTH = 4
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def refusal(act: Callable[[], object]) -> tuple[str, str] | None:
@@ -45,9 +48,15 @@ class Net(nn.Module):
         return self.last(self.first(x * self.scale).tanh())
 
 
-def rows(rank: int, step: int = 0, count: int = 6) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(count, WIDTH, generator=generator)
+def two_layers() -> nn.Sequential:
+    """Two layers, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def raise_planned(*_: object) -> None:
+    """A hook that fails."""
+    raise ZeroDivisionError("planned")
 
 
 def train(net: nn.Module, rank: int, step: int = 0) -> None:
@@ -87,6 +96,11 @@ def equal_on_all(tensors: list[torch.Tensor], group: Any = None) -> bool:
 
 def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_equal_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other), f"tensor {index} is off by {(mine - other).abs().max():.3g}"
 
 
 def collectives(act: Callable[[], object]) -> Counter[str]:

@@ -1,1 +1,1 @@
-"""Samples shared out over the ranks, and what was made of them put back in order."""
+"""Split a dataset's samples over the ranks, and gather results in the dataset's order."""

@@ -1,4 +1,4 @@
-"""A sampler that gives each sample to one rank, once, and can go on in the midst of an epoch."""
+"""A sampler that gives each sample to exactly one rank, and can resume in the middle of an epoch."""
 
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
@@ -8,40 +8,40 @@ import torch
 from torch.utils.data import Sampler
 
 from paceline.comm.group import choose
-from paceline.data.order import Place, Stretch
+from paceline.data.epoch_progress import EpochProgress, RankSplit
 from paceline.errors import OptionError
 
-# So many indices become Python numbers at a time: all of them would take five times the order's memory.
-_AT_ONCE = 1 << 16
+# How many indices become Python numbers at a time: all at once would take five times the order's memory.
+_INDICES_AT_ONCE = 1 << 16
 
 
 class ShardedSampler(Sampler[int]):
-    """Shares a dataset's samples out over the ranks: each sample once, none twice, none left out.
+    """Splits a dataset's samples over the ranks: each sample exactly once, none repeated, none left out.
 
-    In the place of ``torch.utils.data.DistributedSampler``, with its names and, for the same seed and epoch,
-    its order. That one repeats samples until all ranks have the same number; here some ranks may have one
-    sample more than others, so train in ``with ddp.join():``, weighing each batch by its samples.
+    It replaces ``torch.utils.data.DistributedSampler``, with the same names and, for the same seed and epoch,
+    the same order. torch's sampler repeats samples until all ranks have the same number. Here some ranks may
+    have one sample more than others, so train in ``with ddp.join():`` and weigh each batch by its samples.
 
-    Ranks take from the epoch's order in turn. So after as many batches of the same size on every rank, the
-    samples consumed are the front of the order, and any number of ranks can go on behind it:
+    Ranks take samples from the epoch's order in turn. So after the same number of equal batches on every
+    rank, the consumed samples are the first ones of the order, and any number of ranks can resume after them:
 
-    - torchdata's ``StatefulDataLoader`` keeps this sampler's state with its own, at the batch that training
-      has come to, workers or not. Leave its ``snapshot_every_n_steps`` at 1: what it skips to make up for
-      a rarer snapshot, it skips in batches of the new world. Leave the batches to its ``batch_size``.
-    - torch's ``DataLoader`` with workers reads samples ahead of training, and nobody but the training
-      loop knows how far that has come: ``sampler.state_dict(consumed=batches * batch_size)``.
+    - torchdata's ``StatefulDataLoader`` stores this sampler's state with its own, at the batch that training
+      has reached, with or without workers. Leave its ``snapshot_every_n_steps`` at 1: after a rarer snapshot
+      it skips batches of the new world size. Leave the batching to its ``batch_size``.
+    - torch's ``DataLoader`` with workers reads samples ahead of training, and only the training loop knows
+      how far training has come: ``sampler.state_dict(consumed=batches * batch_size)``.
 
     Save the state of rank 0, and load it on every rank. While ranks are in step, all have the same state. At
-    the end of an epoch those that had fewer samples cannot know that the others are through; rank 0, which
-    has no fewer than any, does.
+    the end of an epoch a rank with fewer samples cannot know that the others have finished; rank 0, which has
+    at least as many as any other, does.
 
     Args:
         dataset: the dataset, or how many samples it has.
-        num_replicas: how many ranks share; those of the process group by default.
-        rank: which of them this is; by default its rank in the process group.
+        num_replicas: the number of ranks; the size of the process group by default.
+        rank: the index of this rank; its rank in the process group by default.
         shuffle: whether each epoch has an order of its own, or all have the dataset's.
-        seed: what orders are drawn from; the same on every rank.
-        process_group: the ranks that share; the default group if None.
+        seed: the seed of the orders; the same on every rank.
+        process_group: the ranks that take samples; the default group if None.
     """
 
     def __init__(
@@ -59,107 +59,107 @@ class ShardedSampler(Sampler[int]):
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank
         if not 0 <= rank < num_replicas:
-            raise OptionError(f"there is no such rank among the replicas (rank: {rank}, of: {num_replicas})")
+            raise OptionError(f"rank must be below num_replicas (rank: {rank}, num_replicas: {num_replicas})")
         if isinstance(dataset, int) and dataset < 0:
-            raise OptionError(f"a dataset cannot have a negative length (length: {dataset})")
+            raise OptionError(f"the length of a dataset must not be negative (length: {dataset})")
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
         self.seed = seed
         self._epoch = 0
-        self._resumed: Place | None = None
-        self._walk: Walk | None = None
+        self._loaded: EpochProgress | None = None
+        self._iterator: SamplerIterator | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration is of."""
-        return self._epoch if self._resumed is None else self._resumed.epoch
+        """The epoch of the next iteration."""
+        return self._epoch if self._loaded is None else self._loaded.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next. Without it, the next iteration has the order of the last.
+        """Set the epoch of the next iteration. Without it, the next iteration repeats the order of the last.
 
-        A loaded state is gone on with if it is of this epoch, and forgotten if it is of another.
+        A loaded state of this epoch is resumed; a loaded state of another epoch is dropped.
         """
-        if self._resumed is not None and self._resumed.epoch != epoch:
-            self._resumed = None
-        if self._walk is not None and self._walk.place.epoch != epoch:
-            self._walk = None
+        if self._loaded is not None and self._loaded.epoch != epoch:
+            self._loaded = None
+        if self._iterator is not None and self._iterator.start.epoch != epoch:
+            self._iterator = None
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """How many samples this rank has in the epoch; in a resumed one, of what was left."""
-        if self._resumed is None and self._walk is not None:
-            return len(self._walk.share)
-        return len(self._stretch(self._next_place()).share(self.rank))
+        """How many samples this rank has in the epoch; in a resumed epoch, of those that were left."""
+        if self._loaded is None and self._iterator is not None:
+            return len(self._iterator.positions)
+        return len(self._split(self._next_progress()).positions(self.rank))
 
-    def __iter__(self) -> "Walk":
-        return Walk(self, self._next_place())
+    def __iter__(self) -> "SamplerIterator":
+        return SamplerIterator(self, self._next_progress())
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """What another sampler, at any world size, needs to go on.
+        """The state from which another sampler, at any world size, can resume.
 
         Args:
-            consumed: how many samples this rank has trained on since the loop over the loader began; batches
-                times the batch size will do. If None, all that were handed out: right only if
-                nothing reads ahead.
+            consumed: how many samples this rank has trained on since the loop over the loader began, for
+                example batches times batch size. If None, all samples that this sampler has returned: right
+                only if nothing reads ahead.
         """
-        if self._resumed is None and self._walk is not None:
-            return self._walk.reached(consumed).state_dict()
+        if self._loaded is None and self._iterator is not None:
+            return self._iterator.progress(consumed).state_dict()
         if consumed:
-            raise OptionError(f"no samples have been handed out yet (consumed: {consumed})")
-        return self._next_place().state_dict()
+            raise OptionError(f"the sampler has not returned any samples yet (consumed: {consumed})")
+        return self._next_progress().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on, in the next iteration, behind what the state's ranks had consumed of its epoch."""
-        self._resumed = self._checked(state_dict)
-        self.seed = self._resumed.seed
+        """Have the next iteration resume after what the ranks had consumed when the state was saved."""
+        self._loaded = self._checked(state_dict)
+        self.seed = self._loaded.seed
 
-    def _next_place(self) -> Place:
-        return self._resumed or Place(self._epoch, self.seed, self.shuffle, self._length)
+    def _next_progress(self) -> EpochProgress:
+        return self._loaded or EpochProgress(self._epoch, self.seed, self.shuffle, self._length)
 
     @property
     def _length(self) -> int:
         return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> Place:
-        place = Place.of(state_dict)
-        place.check_order(length=self._length, shuffle=self.shuffle)
-        return place
+    def _checked(self, state_dict: Mapping[str, Any]) -> EpochProgress:
+        progress = EpochProgress.from_state_dict(state_dict)
+        progress.check_order(length=self._length, shuffle=self.shuffle)
+        return progress
 
-    def _stretch(self, place: Place) -> Stretch:
-        return Stretch(place.consumed, place.length, self.num_replicas)
+    def _split(self, progress: EpochProgress) -> RankSplit:
+        return RankSplit(progress.consumed, progress.length, self.num_replicas)
 
-    def _taken_up(self, walk: "Walk") -> None:
-        # Not when the walk is made: loaders make some that they never take a step of, and then another.
-        self._resumed = None
-        self._walk = walk
+    def _started(self, iterator: "SamplerIterator") -> None:
+        # Not when the iterator is made: loaders make some that they never use, and then another.
+        self._loaded = None
+        self._iterator = iterator
 
 
-class Walk(Iterator[int]):
-    """One iteration over a rank's share. A loader that keeps states finds its own here.
+class SamplerIterator(Iterator[int]):
+    """One iteration over a rank's samples. A loader that saves states looks for one here.
 
     Args:
-        sampler: whose samples they are.
-        place: where to begin.
+        sampler: the sampler.
+        start: from where in the epoch's order.
     """
 
-    def __init__(self, sampler: ShardedSampler, place: Place) -> None:
+    def __init__(self, sampler: ShardedSampler, start: EpochProgress) -> None:
         self._sampler = sampler
-        self._begin(place)
+        self._begin(start)
 
-    def _begin(self, place: Place) -> None:
-        self.place = place
-        self._stretch = self._sampler._stretch(place)
-        self.share = self._stretch.share(self._sampler.rank)
+    def _begin(self, start: EpochProgress) -> None:
+        self.start = start
+        self._split = self._sampler._split(start)
+        self.positions = self._split.positions(self._sampler.rank)
         self._indices: Iterator[int] | None = None
         self._taken = 0
         self._ended = False
 
     def __next__(self) -> int:
         if self._indices is None:
-            self._indices = _indices(self.place, self.share)
-            self._sampler._taken_up(self)
+            self._indices = _indices(self.start, self.positions)
+            self._sampler._started(self)
         try:
             index = next(self._indices)
         except StopIteration:
@@ -168,41 +168,41 @@ class Walk(Iterator[int]):
         self._taken += 1
         return index
 
-    def reached(self, consumed: int | None = None) -> Place:
-        """The place to go on from when this rank, in step with the others, has consumed so many samples.
+    def progress(self, consumed: int | None = None) -> EpochProgress:
+        """How far the epoch has come when this rank, in step with the others, has consumed that many samples.
 
         Args:
-            consumed: all that it has taken if None.
+            consumed: the number of samples; all that were taken from the iterator if None.
         """
         if consumed is None:
-            # Who has asked for more than there is makes its last batch, as the others do, or has made it.
-            consumed = len(self.share) + 1 if self._ended else self._taken
-        elif consumed < 0 or consumed > self._taken < len(self.share):
+            # A rank that asked for more than it has is at its last batch, or after it, as the others are.
+            consumed = len(self.positions) + 1 if self._ended else self._taken
+        elif consumed < 0 or consumed > self._taken < len(self.positions):
             raise OptionError(
-                "as many samples as were handed out to this rank can have been consumed "
-                f"(consumed: {consumed}, handed out: {self._taken})"
+                "consumed must be between 0 and the number of samples that the sampler has returned on this "
+                f"rank (consumed: {consumed}, returned: {self._taken})"
             )
-        return replace(self.place, consumed=self._stretch.consumed(consumed))
+        return replace(self.start, consumed=self._split.consumed(consumed))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the same iteration needs to go on elsewhere."""
-        return self.reached().state_dict()
+        """The state from which the same iteration can resume."""
+        return self.progress().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind what the state's ranks had consumed."""
+        """Resume after what the ranks had consumed when the state was saved."""
         self._begin(self._sampler._checked(state_dict))
-        # What the sampler itself may have loaded is this same state: not to be gone on with twice.
-        self._sampler._taken_up(self)
+        # The sampler itself may have loaded the same state: it must not be resumed twice.
+        self._sampler._started(self)
 
 
-def _indices(place: Place, share: range) -> Iterator[int]:
-    """The samples at the positions of a share, in the order of the epoch."""
-    if not place.shuffle:
-        yield from share
+def _indices(progress: EpochProgress, positions: range) -> Iterator[int]:
+    """The samples at these positions of the epoch's order."""
+    if not progress.shuffle:
+        yield from positions
         return
-    # A generator of its own: torch's global one is the user's.
-    generator = torch.Generator(device="cpu").manual_seed(place.seed + place.epoch)
-    order = torch.randperm(place.length, generator=generator, device="cpu")
+    # A generator of its own: torch's global one belongs to the user.
+    generator = torch.Generator(device="cpu").manual_seed(progress.seed + progress.epoch)
+    order = torch.randperm(progress.length, generator=generator, device="cpu")
     # Cloned, so that the others' samples take no memory for the rest of the epoch.
-    for part in order[share.start :: share.step].clone().split(_AT_ONCE):
-        yield from part.tolist()
+    for chunk in order[positions.start :: positions.step].clone().split(_INDICES_AT_ONCE):
+        yield from chunk.tolist()

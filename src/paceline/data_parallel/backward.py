@@ -1,26 +1,29 @@
-"""Backward of several CPU replicas at the same time.
+"""Run the backward of several CPU replicas at the same time.
 
-torch's engine runs every CPU node of one backward in the thread that called it, so replicas that ran
-forward side by side would run backward one after the other. Here one autograd node stands before the graphs
-of all replicas; when the engine reaches it, each replica's graph is run in a thread of its own.
+torch's autograd engine runs all CPU nodes of one backward in the thread that called it. So replicas whose
+forward ran side by side would run backward one after the other. Here one autograd node stands in front of the
+graphs of all replicas; when the engine reaches it, ``torch.autograd.grad`` runs each replica's graph in a
+thread of its own.
 
-Note [Where a replica's graph ends]
-A replica's graph must end at tensors that the node knows: the replica's copies of the parameters, and its
-inputs. Whatever else it reached (a tensor from a closure, say) would lose its gradient. So the graph is
-walked; if it leads anywhere else, the outputs stay as they are and the engine does it all, slower and just
-as right. The same goes for re-entrant checkpointing, which allows no backward to chosen ends.
+Note [Inputs of a replica's graph]
+``torch.autograd.grad`` needs the graph's inputs: the replica's copies of the parameters, and the tensors
+among its arguments. Any other leaf that the graph reaches (a tensor from a closure, for example) would lose
+its gradient. So the graph is walked first. If it leads to anything but the known inputs, the outputs are
+returned unchanged and the engine does everything: slower, but right. The same holds for re-entrant
+checkpointing, which does not work under ``torch.autograd.grad``.
 
-Note [Nobody else has the ends]
-torch runs a tensor's hooks in each backward that reaches it, and would run those of an end twice; an end
-that is changed in place, or leads to another end, would count twice. So what a replica works on is never an
-end itself, but a clone of it; the parameters' copies, which would be dear to clone, are looked at afterwards.
+Note [Inputs belong to the node alone]
+torch runs a tensor's hooks in each backward that reaches it, so hooks on an input would run twice; an input
+that is changed in place, or from which another input is computed, would be counted twice. So a replica never
+gets an input itself, but a clone of it. Cloning the parameters' copies would cost too much: they are checked
+after forward instead.
 
-Note [Backward of a backward]
-The engine must not enter a replica's graph by itself, because it would free what a later thread needs.
-So what the threads compute under ``create_graph`` gets such a node in its turn, with the gradients they were
-given among its ends, and from then on the replicas' graphs are retained until they are dropped. They are
-retained too if the engine will enter them after the node, from something that forward left outside its
-outputs (an auxiliary loss, say): it tells so of the last nodes before the ends.
+Note [Double backward]
+The engine must not enter a replica's graph by itself, because it would free tensors that a thread needs
+later. So what the threads compute under ``create_graph`` gets such a node too, with the gradients that were
+passed in among its inputs; from then on the replicas' graphs are retained. They are also retained if the
+engine will enter them after the node, from a tensor that forward left outside its outputs (an auxiliary loss,
+for example). To find out, the engine is asked about the nodes just before the inputs.
 """
 
 import inspect
@@ -32,151 +35,153 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, increment_version
 
-from paceline.data_parallel.threads import run_together
+from paceline.data_parallel.threads import run_in_threads
 from paceline.tensors import tree
 
 
-def is_possible() -> bool:
-    """Whether there will be a backward for threads to run."""
-    # torch 2.13: forward-mode derivatives would not pass the node.
+def is_supported() -> bool:
+    """Whether backward can run in threads for what is computed now."""
+    # torch 2.13: forward-mode derivatives would not pass through the node.
     return torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """What one replica is called with.
+class ReplicaArguments:
+    """The arguments of one replica. See Note [Inputs belong to the node alone].
 
     Attributes:
-        given: its arguments, with tensors of our own in the place of the tensors.
-        ends: what its graph ends at among them.
-        aliases: the tensors that need no gradient, each with the one in its place.
+        values: the arguments for the replica's forward.
+        inputs: the tensors among the arguments at which its graph ends.
+        aliases: each tensor that needs no gradient, with the tensor that the replica gets for it.
     """
 
-    given: Any
-    ends: list[torch.Tensor]
+    values: Any
+    inputs: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, given: Any) -> "Arguments":
-        """The same arguments, made the replica's own. See Note [Nobody else has the ends]."""
-        ends: list[torch.Tensor] = []
+    def of(cls, arguments: Any) -> "ReplicaArguments":
+        """Give the replica tensors of its own."""
+        inputs: list[torch.Tensor] = []
         aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.requires_grad:
-                ends.append(leaf.view_as(leaf))
-                return ends[-1].clone()
-            # The same memory, but no view, and a version of its own: replicas may write into their parts.
+                inputs.append(leaf.view_as(leaf))
+                return inputs[-1].clone()
+            # Same memory, but not a view, and with its own version: replicas may write into their chunks.
             aliases.append((leaf, leaf.data))
             return aliases[-1][1]
 
-        return cls(tree.map_leaves(own, given), ends, aliases)
+        return cls(tree.map_leaves(own, arguments), inputs, aliases)
 
-    def tell_of_writes(self) -> None:
-        """Let torch know that the caller's memory changed where forward wrote into an alias of it."""
+    def count_writes(self) -> None:
+        """Increment the version of each of the caller's tensors whose memory forward has written to."""
         for leaf, alias in self.aliases:
             if alias._version:
                 increment_version(leaf)
 
 
-def together(
-    outputs: Sequence[Any], copies: Sequence[Sequence[torch.Tensor]], arguments: Sequence[Arguments]
+def with_threaded_backward(
+    outputs: Sequence[Any], copies: Sequence[Sequence[torch.Tensor]], arguments: Sequence[ReplicaArguments]
 ) -> Sequence[Any]:
-    """The replicas' outputs, such that their backward runs in a thread a replica where that is possible.
+    """The replicas' outputs; their backward will run in one thread per replica, where that is possible.
 
     Args:
-        outputs: one nested output a replica.
+        outputs: the nested output of each replica.
         copies: for each replica, its differentiable copies of the module's tensors.
-        arguments: for each replica, what it was called with.
+        arguments: the arguments of each replica.
     """
-    shares = [
-        _Share(_differentiable(tree.leaves(output)), ends := [*own, *its.ends], ends)
+    graphs = [
+        _Graph(_requiring_grad(tree.leaves(output)), inputs := [*own, *its.inputs], inputs)
         for output, own, its in zip(outputs, copies, arguments, strict=True)
     ]
-    if not all(map(_untouched, copies)) or not all(share.outputs for share in shares):
+    if not all(map(_can_be_inputs, copies)) or not all(graph.outputs for graph in graphs):
         return outputs
-    if (joined := _join(shares, _Graphs())) is None:
+    if (replaced := _behind_one_node(graphs, _Retention())) is None:
         return outputs
-    return [tree.map_leaves(lambda leaf: joined.get(id(leaf), leaf), output) for output in outputs]
+    return [tree.map_leaves(lambda leaf: replaced.get(id(leaf), leaf), output) for output in outputs]
 
 
 @dataclass
-class _Graphs:
-    """The graphs of one call's replicas."""
+class _Retention:
+    """Whether the graphs of one call's replicas are always retained. See Note [Double backward]."""
 
-    lasting: bool = False  # see Note [Backward of a backward]
+    always: bool = False
 
 
 @dataclass(frozen=True)
-class _Share:
-    """One replica's part of the graph: from its outputs down to its ends.
+class _Graph:
+    """The autograd graph of one replica.
 
     Attributes:
-        outputs: where it begins.
-        ends: where it ends.
-        sources: what the engine goes on from, with the gradients of the ends.
+        outputs: its outputs.
+        inputs: its inputs, to which gradients are computed.
+        sources: for each input, the tensor from which the engine goes on with its gradient.
     """
 
     outputs: Sequence[torch.Tensor]
-    ends: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
 
-    def last_nodes(self) -> list[Node] | None:
-        """The nodes before the ends, or None if the graph leads anywhere else.
+    def nodes_before_inputs(self) -> list[Node] | None:
+        """The nodes just before the inputs, or None if the graph leads anywhere else.
 
-        See Note [Where a replica's graph ends].
+        See Note [Inputs of a replica's graph].
         """
-        ends = {_edge(end) for end in self.ends}
-        walls = {node for node, _ in ends}
+        inputs = {_edge(tensor) for tensor in self.inputs}
+        input_nodes = {node for node, _ in inputs}
         edges = [_edge(output) for output in self.outputs]
         seen: set[Node] = set()
-        last: list[Node] = []
+        found: list[Node] = []
         while edges:
             node, number = edges.pop()
-            if node in walls:
-                if (node, number) not in ends:
+            if node in input_nodes:
+                if (node, number) not in inputs:
                     return None
             elif node not in seen:
                 seen.add(node)
                 following = [(after, n) for after, n in node.next_functions if after is not None]
-                if not following or _forbids_ends(node):
+                if not following or _forbids_autograd_grad(node):
                     return None
                 edges += following
-                if not walls.isdisjoint([after for after, _ in following]):
-                    last.append(node)
-        return last
+                if not input_nodes.isdisjoint([after for after, _ in following]):
+                    found.append(node)
+        return found
 
 
-class _Part(NamedTuple):
-    """What backward needs of a share: no values of its outputs, so none are kept alive."""
+class _GraphEdges(NamedTuple):
+    """What backward needs of a ``_Graph``: edges in the place of outputs, so that no output is kept alive."""
 
     outputs: Sequence[GradientEdge]
-    ends: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
-    last_nodes: Sequence[Node]
+    nodes_before_inputs: Sequence[Node]
 
 
-def _parts(shares: Sequence[_Share]) -> list[_Part] | None:
-    parts = []
-    for share in shares:
-        if (last := share.last_nodes()) is None:
+def _all_edges(graphs: Sequence[_Graph]) -> list[_GraphEdges] | None:
+    edges = []
+    for graph in graphs:
+        if (nodes := graph.nodes_before_inputs()) is None:
             return None
-        parts.append(_Part([*map(get_gradient_edge, share.outputs)], share.ends, share.sources, last))
-    return parts
+        edges.append(
+            _GraphEdges([*map(get_gradient_edge, graph.outputs)], graph.inputs, graph.sources, nodes)
+        )
+    return edges
 
 
 def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
-    if tensor.grad_fn is not None:  # quicker than to ask torch
+    if tensor.grad_fn is not None:  # faster than get_gradient_edge
         return tensor.grad_fn, tensor.output_nr
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
-def _forbids_ends(node: Node) -> bool:
-    # Re-entrant checkpointing, torch's or another's, asks torch whether the backward has chosen ends.
-    # torch 2.13: the class of a node that Python wrote names the Function that it belongs to.
+def _forbids_autograd_grad(node: Node) -> bool:
+    # Re-entrant checkpointing, torch's or another library's, asks torch whether backward was given inputs.
+    # torch 2.13: the class of a node that is written in Python names the Function that it belongs to.
     function = getattr(type(node), "_forward_cls", None)
     if function is None:
         return False
@@ -184,110 +189,120 @@ def _forbids_ends(node: Node) -> bool:
     return code is None or "_is_checkpoint_valid" in code.co_names
 
 
-def _untouched(copies: Sequence[torch.Tensor]) -> bool:
-    """Whether forward left the copies as ends must be. See Note [Nobody else has the ends]."""
+def _can_be_inputs(copies: Sequence[torch.Tensor]) -> bool:
+    """Whether forward left the copies as it found them. See Note [Inputs belong to the node alone]."""
     origin = copies[0].grad_fn if copies else None
     return all(
         copy.grad_fn is origin and copy._backward_hooks is None and not copy.retains_grad for copy in copies
     )
 
 
-def _differentiable(leaves: Iterable[object]) -> list[torch.Tensor]:
-    """Those that require a gradient, each once."""
+def _requiring_grad(leaves: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors that require a gradient, each once."""
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     return [*found.values()]
 
 
-def _join(shares: Sequence[_Share], graphs: _Graphs) -> dict[int, torch.Tensor] | None:
-    """What stands behind one node in the place of each output, by its id; None if a graph leads elsewhere."""
-    if (parts := _parts(shares)) is None:
+def _behind_one_node(graphs: Sequence[_Graph], retention: _Retention) -> dict[int, torch.Tensor] | None:
+    """For each output, by its id, the same values as output of one node; None if a graph leads elsewhere."""
+    if (edges := _all_edges(graphs)) is None:
         return None
-    outputs = [output for share in shares for output in share.outputs]
-    sources = [source for share in shares for source in share.sources]
+    outputs = [output for graph in graphs for output in graph.outputs]
+    sources = [source for graph in graphs for source in graph.sources]
     values = [output.detach() for output in outputs]
-    joined = _Together.apply(graphs, parts, values, *sources)  # type: ignore[no-untyped-call]
-    return dict(zip(map(id, outputs), joined, strict=True))
+    replaced = _ThreadedBackward.apply(retention, edges, values, *sources)  # type: ignore[no-untyped-call]
+    return dict(zip(map(id, outputs), replaced, strict=True))
 
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-class _Together(torch.autograd.Function):
+class _ThreadedBackward(torch.autograd.Function):
     """One node in the place of all replicas' graphs."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        graphs: _Graphs,
-        parts: Sequence[_Part],
+        retention: _Retention,
+        edges: Sequence[_GraphEdges],
         outputs: Sequence[torch.Tensor],
         *_sources: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.graphs = graphs
-        ctx.parts = parts
+        ctx.retention = retention
+        ctx.edges = edges
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         remaining = iter(gradients)
-        given = [[next(remaining) for _ in part.outputs] for part in ctx.parts]
-        # torch 2.13: whether the backward that is running will come to a node.
-        if any(torch._C._will_engine_execute_node(node) for part in ctx.parts for node in part.last_nodes):
-            ctx.graphs.lasting = True
+        grad_outputs = [[next(remaining) for _ in graph.outputs] for graph in ctx.edges]
+        nodes = (node for graph in ctx.edges for node in graph.nodes_before_inputs)
+        # torch 2.13: whether the backward that is running will reach a node.
+        if any(map(torch._C._will_engine_execute_node, nodes)):
+            ctx.retention.always = True
         run = _run_differentiably if torch.is_grad_enabled() else _run
-        found = run(ctx.parts, given, ctx.graphs)
-        return (None, None, None, *(gradient for own in found for gradient in own))
+        found = run(ctx.edges, grad_outputs, ctx.retention)
+        return (None, None, None, *(gradient for each in found for gradient in each))
 
 
 def _run_differentiably(
-    parts: Sequence[_Part], given: Sequence[Gradients], graphs: _Graphs
+    edges: Sequence[_GraphEdges], grad_outputs: Sequence[Gradients], retention: _Retention
 ) -> Sequence[Gradients]:
-    """The ends' gradients, behind a node of their own. See Note [Backward of a backward]."""
-    graphs.lasting = True
-    own = [[_own(gradient) for gradient in gradients] for gradients in given]
-    found = _run(parts, own, graphs)
-    shares = [_share_again(*one) for one in zip(found, parts, own, given, strict=True)]
-    if not any(share.outputs for share in shares):
+    """The inputs' gradients, behind a node of their own. See Note [Double backward]."""
+    retention.always = True
+    own = [[_as_input(gradient) for gradient in gradients] for gradients in grad_outputs]
+    found = _run(edges, own, retention)
+    graphs = [_gradient_graph(*each) for each in zip(found, edges, own, grad_outputs, strict=True)]
+    if not any(graph.outputs for graph in graphs):
         return found
-    if (joined := _join(shares, graphs)) is None:
-        return _run(parts, given, graphs)
-    return [[joined.get(id(gradient), gradient) for gradient in mine] for mine in found]
+    if (replaced := _behind_one_node(graphs, retention)) is None:
+        return _run(edges, grad_outputs, retention)
+    return [[replaced.get(id(gradient), gradient) for gradient in mine] for mine in found]
 
 
-def _share_again(found: Gradients, part: _Part, own: Gradients, given: Gradients) -> _Share:
-    # Pair by pair: one gradient may have been given to two outputs, and has an end of ours for each.
-    pairs = [(end, g) for end, g in zip(own, given, strict=True) if end is not None and g is not None]
-    leading_on = [(end, g) for end, g in pairs if g.requires_grad]
-    return _Share(
-        _differentiable(found),
-        [*part.ends, *(end for end, _ in leading_on)],
-        [*part.sources, *(gradient for _, gradient in leading_on)],
-    )
-
-
-def _own(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """An end of our own in the place of a gradient that leads on, perhaps to other ends."""
+def _as_input(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor of our own in the place of a gradient that has a graph, which may lead to other inputs."""
     return gradient.detach().requires_grad_() if gradient is not None and gradient.requires_grad else gradient
 
 
-def _run(parts: Sequence[_Part], given: Sequence[Gradients], graphs: _Graphs) -> Sequence[Gradients]:
-    calls = [_backward_call(part, gradients, graphs) for part, gradients in zip(parts, given, strict=True)]
-    return run_together(calls, lambda i: f"in backward of replica {i} on device cpu")
+def _gradient_graph(found: Gradients, edges: _GraphEdges, own: Gradients, grad_outputs: Gradients) -> _Graph:
+    """The graph of one replica's gradients; the gradients that were passed in are among its inputs."""
+    # Pair by pair: one gradient may have been passed for two outputs, and has a tensor of ours for each.
+    pairs = [
+        (mine, g) for mine, g in zip(own, grad_outputs, strict=True) if mine is not None and g is not None
+    ]
+    with_graph = [(mine, g) for mine, g in pairs if g.requires_grad]
+    return _Graph(
+        _requiring_grad(found),
+        [*edges.inputs, *(mine for mine, _ in with_graph)],
+        [*edges.sources, *(gradient for _, gradient in with_graph)],
+    )
 
 
-def _backward_call(part: _Part, gradients: Gradients, graphs: _Graphs) -> Callable[[], Gradients]:
-    reached = [(edge, g) for edge, g in zip(part.outputs, gradients, strict=True) if g is not None]
+def _run(
+    edges: Sequence[_GraphEdges], grad_outputs: Sequence[Gradients], retention: _Retention
+) -> Sequence[Gradients]:
+    calls = [
+        _backward_call(graph, grads, retention) for graph, grads in zip(edges, grad_outputs, strict=True)
+    ]
+    return run_in_threads(calls, lambda i: f"in backward of replica {i} on device cpu")
+
+
+def _backward_call(
+    edges: _GraphEdges, grad_outputs: Gradients, retention: _Retention
+) -> Callable[[], Gradients]:
+    reached = [(edge, g) for edge, g in zip(edges.outputs, grad_outputs, strict=True) if g is not None]
     create_graph = torch.is_grad_enabled()
     # torch 2.13: whether the backward that is running was asked to retain its graph.
-    retain_graph = graphs.lasting or torch._C._autograd._get_current_graph_task_keep_graph()
+    retain_graph = retention.always or torch._C._autograd._get_current_graph_task_keep_graph()
 
     def call() -> Gradients:
-        if not reached or not part.ends:
-            return [None] * len(part.ends)
+        if not reached or not edges.inputs:
+            return [None] * len(edges.inputs)
         return torch.autograd.grad(
             [edge for edge, _ in reached],
-            part.ends,
+            edges.inputs,
             [gradient for _, gradient in reached],
             retain_graph=retain_graph,
             create_graph=create_graph,

@@ -1,26 +1,31 @@
-"""Run one call a replica at the same time, and tell which replica failed."""
+"""Run one call per replica, each in a thread of its own, and say which replica failed."""
 
+import contextlib
 import contextvars
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from paceline.data_parallel.surroundings import Surroundings
+import torch
+
+from paceline.tensors import devices as dev
 
 R = TypeVar("R")
 
 
-def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) -> list[R]:
+def run_in_threads(calls: Sequence[Callable[[], R]], describe: Callable[[int], str]) -> list[R]:
     """Run every call in a thread of its own, and return the results in order when all threads have ended.
 
-    The first call's thread is the caller's, which would only wait otherwise. What holds around the caller
-    holds in the other threads too. The first error, by order of the calls, is raised again with its type kept
-    and its place told: ``Caught KeyError in replica 1 …``.
+    The first call runs in the caller's thread, which would only wait otherwise. The caller's thread context
+    holds in the other threads too. The first error, by order of the calls, is raised again: its type is kept,
+    and the message says where it was caught: ``Caught KeyError in replica 1 …``.
 
     Args:
-        calls: what to run.
-        place: what to say of where the call with that number ran.
+        calls: the calls.
+        describe: where the call of that index ran, for the message of an error.
     """
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
@@ -31,17 +36,17 @@ def run_together(calls: Sequence[Callable[[], R]], place: Callable[[int], str]) 
         except BaseException as error:
             errors[index] = error
 
-    _in_threads(run, len(calls))
+    _run_all(run, len(calls))
     if errors:
-        _raise_first(errors, place)
+        _raise_first(errors, describe)
     return [results[index] for index in range(len(calls))]
 
 
-def _in_threads(run: Callable[[int], None], count: int) -> None:
-    surroundings = Surroundings.of_caller()
+def _run_all(run: Callable[[int], None], count: int) -> None:
+    context = ThreadContext.of_caller()
 
     def work(index: int) -> None:
-        with surroundings.entered():
+        with context.entered():
             run(index)
 
     threads = [
@@ -57,40 +62,93 @@ def _in_threads(run: Callable[[int], None], count: int) -> None:
     finally:
         for thread in started:
             thread.join()
-        surroundings.restore()
+        context.restore()
 
 
-def _raise_first(errors: dict[int, BaseException], place: Callable[[int], str]) -> NoReturn:
+@dataclass(frozen=True)
+class ThreadContext:
+    """What torch keeps per thread: grad mode, inference mode, autocast, default device, number of threads."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+    num_threads: int
+
+    @classmethod
+    def of_caller(cls) -> "ThreadContext":
+        """Read the calling thread's."""
+        types = {"cpu", dev.accelerator_type() or "cpu"}
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            num_threads=torch.get_num_threads(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make it hold in the calling thread, which must be a new one."""
+        # OpenMP and MKL keep this number for each thread, and a new thread starts with the machine's.
+        torch.set_num_threads(self.num_threads)
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
+            yield
+
+    def restore(self) -> None:
+        """Undo what the first call did to the caller's grad mode and autocast outside any context manager."""
+        torch.set_grad_enabled(self.grad)
+        for device_type, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+
+    def _contexts(self) -> Iterator[AbstractContextManager[object]]:
+        # Only what differs from a new thread's own context: each of them costs time in every replica.
+        if self.inference:
+            yield torch.inference_mode()
+        yield torch.set_grad_enabled(self.grad)
+        for device_type, enabled, dtype in self.autocast:
+            if enabled:
+                yield torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+        if self.default_device != dev.CPU:
+            yield self.default_device
+
+
+def _raise_first(errors: dict[int, BaseException], describe: Callable[[int], str]) -> NoReturn:
     index = min(errors)
     error = errors[index]
     # An error's traceback leads to the frames that hold it: without this they would form a cycle.
     errors.clear()
-    retold = None
+    located = None
     try:
-        retold = _retell(error, place(index))
-        if retold is None:
+        located = _with_location(error, describe(index))
+        if located is None:
             raise error
-        raise retold from error
+        raise located from error
     finally:
-        del error, retold
+        del error, located
 
 
-def _retell(error: BaseException, place: str) -> BaseException | None:
+def _with_location(error: BaseException, location: str) -> BaseException | None:
     """An error of the same type that says where it was caught, or None if the type cannot be built so."""
-    if not isinstance(error, Exception):  # Ctrl-C and the like are nobody's fault
+    if not isinstance(error, Exception):  # KeyboardInterrupt and the like are not the replica's
         return None
     kind = type(error)
     original = "".join(traceback.format_exception(error))
-    message = _Unquoted(f"Caught {kind.__name__} {place}.\nOriginal {original}")
+    message = _Unquoted(f"Caught {kind.__name__} {location}.\nOriginal {original}")
     try:
-        retold = kind(*_arguments(error, message))
+        located = kind(*_arguments(error, message))
     except Exception:
-        error.add_note(f"Caught {place}.")
+        error.add_note(f"Caught {location}.")
         return None
-    vars(retold).update(vars(error))
-    if place not in str(retold):  # a type may show something else than its message
-        retold.add_note(f"Caught {place}.")
-    return retold
+    vars(located).update(vars(error))
+    if location not in str(located):  # a type may show something else than its message
+        located.add_note(f"Caught {location}.")
+    return located
 
 
 def _arguments(error: Exception, message: str) -> tuple[object, ...]:
@@ -100,7 +158,7 @@ def _arguments(error: Exception, message: str) -> tuple[object, ...]:
 
 
 class _Unquoted(str):
-    """A message that stays readable where it is shown by its repr, as KeyError does."""
+    """A message that stays readable where its repr is shown, as KeyError does."""
 
     __slots__ = ()
     __repr__ = str.__str__

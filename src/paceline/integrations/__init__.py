@@ -1,1 +1,1 @@
-"""paceline's wrapper inside other libraries; each file needs the library that it is named after."""
+"""paceline's wrapper inside other libraries; each file needs the library it is named after."""

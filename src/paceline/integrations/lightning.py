@@ -1,14 +1,14 @@
-"""Strategies for Lightning: its own "ddp", with paceline's wrapper around the model.
+"""Strategies for Lightning: as its own "ddp", but with paceline's wrapper around the model.
 
-By name::
+Import this module, and use them by name::
 
     import paceline.integrations.lightning
 
     Trainer(strategy="paceline", devices=2)
     Fabric(strategy="paceline", devices=2)
 
-Importing the module gives both the name; ``PacelineStrategy(...)`` and ``PacelineFabricStrategy(...)`` take
-options. What is private in Lightning and used here was tried with lightning 2.6.
+``PacelineStrategy(...)`` and ``PacelineFabricStrategy(...)`` take options. They use private parts of
+Lightning, tried with lightning 2.6.
 """
 
 import contextlib
@@ -39,11 +39,12 @@ class PacelineStrategy(DDPStrategy):
     """Lightning's "ddp" for ``Trainer``, with paceline's wrapper around the model.
 
     Args:
-        arguments: as those of Lightning's ``DDPStrategy``; ``ddp_comm_hook`` is heeded on CPUs too, and may
-            be one of ``paceline.hooks``.
-        weigh: the samples or tokens of a batch, by which its gradients count; by default each rank counts the
-            same. The gradients of accumulated batches are then averaged by weight too.
-        options: as those of Lightning's ``DDPStrategy``, and of ``paceline.DistributedDataParallel``.
+        arguments: those of Lightning's ``DDPStrategy``. ``ddp_comm_hook`` works on CPUs too, and may be
+            one of ``paceline.hooks``.
+        weigh: returns the number of samples or tokens of a batch, by which its gradients are weighted. The
+            gradients of accumulated batches are then averaged by weight too. By default all ranks count the
+            same.
+        options: those of Lightning's ``DDPStrategy`` and of ``paceline.DistributedDataParallel``.
     """
 
     def __init__(self, *arguments: Any, weigh: Callable[[Any], float] | None = None, **options: Any) -> None:
@@ -53,7 +54,7 @@ class PacelineStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Give this strategy its name."""
+        """Register this strategy under its name."""
         _register(strategy_registry, cls)
 
     # mypy does not know that ours is a virtual subclass of torch's wrapper.
@@ -69,7 +70,7 @@ class PacelineStrategy(DDPStrategy):
             )
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """Weigh the batch, if asked to, and hand it to the model."""
+        """Compute the weight of the batch, if asked to, and run the model's training step."""
         if self._weigh is not None:
             self._weight = self._weigh(arguments[0])
         return super().training_step(*arguments, **named)
@@ -77,7 +78,7 @@ class PacelineStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *arguments: Any, **named: Any
     ) -> Tensor:
-        """Run backward, counted by the batch's weight if there is one."""
+        """Run backward, weighted by the batch's weight if there is one."""
         if self._weight is None:
             return super().backward(closure_loss, optimizer, *arguments, **named)
         assert isinstance(self.model, DistributedDataParallel)
@@ -86,7 +87,7 @@ class PacelineStrategy(DDPStrategy):
 
     @property
     def _passes(self) -> int:
-        """By what Lightning has divided the loss: weights divide what was accumulated once more."""
+        """The factor by which Lightning has divided the loss, which weighting would divide a second time."""
         module = self.lightning_module
         assert module is not None
         return module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
@@ -100,7 +101,7 @@ class PacelineFabricStrategy(FabricDDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Give this strategy its name."""
+        """Register this strategy under its name."""
         _register(strategy_registry, cls)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # type: ignore[override]
@@ -110,15 +111,15 @@ class PacelineFabricStrategy(FabricDDPStrategy):
         )
 
     def weigh(self, model: nn.Module, weight: float) -> contextlib.AbstractContextManager[None]:
-        """Count what ``fabric.backward`` adds in here by its samples or tokens.
+        """A context in which ``fabric.backward`` weights gradients by the number of samples or tokens.
 
         Args:
-            model: what ``fabric.setup`` returned.
-            weight: the samples or tokens.
+            model: the model that ``fabric.setup`` returned.
+            weight: the number of samples or tokens.
         """
         wrapper = model._forward_module if isinstance(model, _FabricModule) else model
         if not isinstance(wrapper, DistributedDataParallel):
-            raise OptionError(f"weights are for a model that fabric.setup returned (model: {type(model)})")
+            raise OptionError(f"model must be what fabric.setup returned (model: {type(model)})")
         return wrapper.weigh(weight)
 
 

@@ -1,1 +1,1 @@
-"""Optimizers that know that there are other ranks."""
+"""Optimizers that split their work over the ranks."""

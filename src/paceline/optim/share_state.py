@@ -1,4 +1,4 @@
-"""A rank's share of the optimizer state, for checkpoints that the ranks write and read together."""
+"""A rank's share of the optimizer state in a checkpoint that all ranks write and read together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,63 +8,63 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.tensors.param_groups import group_options
+
 
 class ShareState:
-    """What ``torch.distributed.checkpoint`` takes for a rank's share: each rank saves and loads its own.
+    """One rank's share as ``torch.distributed.checkpoint`` takes it: each rank saves and loads its own.
 
-    Every entry goes by its parameter's name, so any number of ranks finds what falls to it.
+    Every entry is stored under its parameter's name, so any number of ranks can load its shares.
 
     Args:
-        own: steps this rank's share.
+        optimizer: the optimizer of this rank's share.
         names: every parameter's name in the module.
-        groups: the whole optimizer's parameter groups, whose options are the same on all ranks.
+        groups: the parameter groups of the ShardedOptimizer, whose options are the same on all ranks.
     """
 
-    def __init__(self, own: Optimizer, names: Mapping[Tensor, str], groups: Sequence[dict[str, Any]]) -> None:
-        self._own = own
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[Tensor, str], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        self._optimizer = optimizer
         self._names = names
         self._groups = groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The state itself, not a copy; what is not there yet is made, so that it can be loaded into."""
-        _make_missing(self._own)
+        """The state itself, not a copy. State that no step has created yet is created, to be loaded into."""
+        _create_missing_state(self._optimizer)
         return {
-            "state": {self._names[parameter]: dict(state) for parameter, state in self._own.state.items()},
-            "groups": {str(number): options(group) for number, group in enumerate(self._groups)},
+            "state": {
+                self._names[parameter]: dict(state) for parameter, state in self._optimizer.state.items()
+            },
+            "groups": {str(number): group_options(group) for number, group in enumerate(self._groups)},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded."""
-        for parameter, state in self._own.state.items():
+        """Store what was loaded."""
+        for parameter, state in self._optimizer.state.items():
             state.update(state_dict["state"][self._names[parameter]])
         for number, group in enumerate(self._groups):
             group.update(state_dict["groups"][str(number)])
 
 
-def options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's options, without its parameters."""
-    # Names go with the parameters, of which a share has fewer.
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _make_missing(optimizer: Optimizer) -> None:
-    """Have an optimizer make the state that it lacks, by a step that moves nothing and does not count."""
+def _create_missing_state(optimizer: Optimizer) -> None:
+    """Have an optimizer create the state that it lacks, by a step that changes no parameter."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    lacking = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
-    if not lacking:
+    without_state = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
+    if not without_state:
         return
-    with _standing_still(optimizer, parameters, lacking), torch.no_grad():
+    with _zero_updates(optimizer, parameters, without_state), torch.no_grad():
         optimizer.step()
-    for parameter in lacking:
+    for parameter in without_state:
         if isinstance(steps := optimizer.state[parameter].get("step"), Tensor):
             steps.zero_()
 
 
 @contextmanager
-def _standing_still(
+def _zero_updates(
     optimizer: Optimizer, parameters: Sequence[Tensor], stepped: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Inside, gradients of zero for those to be stepped, none for the others, and learning rates of zero."""
+    """Set zero gradients for the parameters to step, none for the others, and zero learning rates."""
     grads = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]
     for parameter in parameters:

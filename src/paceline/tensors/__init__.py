@@ -1,1 +1,1 @@
-"""Tensors as such: nested structures, devices."""
+"""Helpers for tensors: nested structures, devices, DTensors, parameter groups."""

@@ -1,7 +1,7 @@
-"""Devices by any name, and the thread's current device and stream.
+"""Which device an index or a name means, the thread's current device and stream, and copies to a device.
 
-Everything here goes through ``torch.get_device_module``, so that one code path serves CUDA, XPU, MTIA and
-devices hosted outside torch; a device without streams (the CPU, MPS) gets a context that does nothing.
+Everything here goes through ``torch.get_device_module``, so that the same code serves CUDA, XPU, MTIA and
+devices registered from outside torch. For a device without streams (the CPU, MPS) contexts do nothing.
 """
 
 import contextlib
@@ -17,12 +17,16 @@ DeviceLike = int | str | torch.device
 
 CPU = torch.device("cpu")
 
-# Devices that are always there, have no index to choose and no streams.
-_PLAIN = frozenset({"cpu", "meta"})
+# These types always exist, and have neither an index to choose nor streams.
+_WITHOUT_INDEX = frozenset({"cpu", "meta"})
 
 
 def resolve(device: DeviceLike) -> torch.device:
-    """The one device meant, checked to exist; an integer is an index of the current accelerator."""
+    """The device that an index, a name or a torch.device means; an integer is an index of the accelerator.
+
+    Raises:
+        DeviceError: if there is no such device on this machine.
+    """
     if device == "cpu" or device == CPU:  # first, because every scatter of a CPU tensor asks for it
         return CPU
     _check_type(device)
@@ -34,13 +38,13 @@ def resolve(device: DeviceLike) -> torch.device:
         named = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(f"unknown device (device: {device!r}, here: {_here()})") from error
-    if named.type in _PLAIN:
+    if named.type in _WITHOUT_INDEX:
         return torch.device(named.type)
     return _existing(named.type, named.index, device)
 
 
 def resolve_all(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
-    """Every device of a list that must not be empty."""
+    """As ``resolve``, for a list that must not be empty."""
     resolved = tuple(map(resolve, devices))
     if not resolved:
         raise DeviceError("at least one device is needed (devices: [])")
@@ -48,24 +52,24 @@ def resolve_all(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
 
 
 def all_accelerators() -> tuple[torch.device, ...]:
-    """Each device of the current accelerator; none on a machine without one."""
+    """Every device of the accelerator; empty on a machine without one."""
     kind = accelerator_type()
     return () if kind is None else tuple(torch.device(kind, index) for index in range(_count(kind)))
 
 
 def accelerator_type() -> str | None:
-    """The kind of accelerator that this machine has, if any."""
-    # A build for an accelerator names it even where there is none to be had.
+    """The type of this machine's accelerator, such as "cuda"; None without one."""
+    # A build of torch for an accelerator names it even on a machine that has none.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 
 
-def as_torch_names(device: torch.device) -> int | torch.device:
-    """An accelerator's device by its index, as torch's DataParallel does; any other as it is."""
+def index_or_device(device: torch.device) -> int | torch.device:
+    """What torch's DataParallel stores: the index of an accelerator's device, any other device as it is."""
     return device.index if device.type == accelerator_type() else device
 
 
-def current() -> torch.device:
+def current_device() -> torch.device:
     """The calling thread's current accelerator device, or the CPU on a machine without one."""
     kind = accelerator_type()
     return CPU if kind is None else torch.device(kind, current_index(kind))
@@ -73,24 +77,24 @@ def current() -> torch.device:
 
 def current_index(device_type: str) -> int:
     """The calling thread's current index of that device type."""
-    # Types without a choice of index, such as MPS, have no such function.
+    # Types with a single device, such as MPS, lack this function.
     current = getattr(_module(device_type), "current_device", lambda: 0)
     return int(current())
 
 
 def current_stream(device: torch.device) -> Any:
     """The calling thread's stream on the device, or None where there are no streams."""
-    if device.type in _PLAIN:
+    if device.type in _WITHOUT_INDEX:
         return None
     current = getattr(_module(device.type), "current_stream", None)
     return None if current is None else current(device)
 
 
 @contextlib.contextmanager
-def working_on(device: torch.device, stream: Any = None) -> Iterator[None]:
+def use_device(device: torch.device, stream: Any = None) -> Iterator[None]:
     """Make the device, and the stream if there is one, the calling thread's current ones."""
     with contextlib.ExitStack() as stack:
-        if device.type not in _PLAIN:
+        if device.type not in _WITHOUT_INDEX:
             module = _module(device.type)
             if (switch := getattr(module, "device", None)) is not None:
                 stack.enter_context(switch(device.index))
@@ -100,18 +104,18 @@ def working_on(device: torch.device, stream: Any = None) -> Iterator[None]:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, differentiably; itself if it is there already.
+    """Copy a tensor to a device, differentiably; returns the tensor itself if it is there already.
 
-    A copy from the CPU runs on a side stream, so that it overlaps what the device is doing.
+    A copy from the CPU runs on a side stream, so that it overlaps with the work of the device.
     """
     if tensor.device == device:
         return tensor
-    if device.type in _PLAIN:
-        return tensor.to(device)  # waits: the CPU would not, before it reads
+    if device.type in _WITHOUT_INDEX:
+        return tensor.to(device)  # blocking: the CPU would read before the copy has ended
     if tensor.device.type != "cpu" or (consumer := current_stream(device)) is None:
         return tensor.to(device, non_blocking=True)
     side = _copy_stream(device)
-    with working_on(device, side):
+    with use_device(device, side):
         copy = tensor.to(device, non_blocking=True)
     consumer.wait_stream(side)
     # The copy's memory belongs to the side stream: it must not be reused while the consumer reads it.
@@ -126,7 +130,7 @@ def _copy_stream(device: torch.device) -> Any:
 
 def _check_type(device: object) -> None:
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        raise DeviceError(f"a device is an index, a name or a torch.device (device: {device!r})")
+        raise DeviceError(f"a device must be an index, a name or a torch.device (device: {device!r})")
 
 
 def _module(device_type: str) -> Any:

@@ -1,15 +1,15 @@
-"""Tensors of which each rank holds a part: what data parallelism does with their local parts.
+"""DTensors under data parallelism: each rank averages the gradient of its local tensor.
 
 Note [Gradients in their parameters' placements]. Tensor parallelism leaves gradients in whatever placements
-came out of backward: partial sums for a replicated parameter (a norm under sequence parallelism), a whole
-gradient for a sharded one (an embedding). Of two data-parallel ranks one may not have used the parameter and
-so not know the other's placements, and a whole gradient does not fit where a shard goes. So a gradient is
-brought into its parameter's placements when it arrives, which is in the same order on all ranks that share
-the parameter; from then on its local part is averaged like any other tensor. torch's way to combine the two
-kinds of parallelism does the same in the backward of ``from_local``.
+came out of backward: partial sums for a replicated parameter (a norm under sequence parallelism), a full
+gradient for a sharded one (an embedding). Of two data-parallel ranks one may not have used the parameter, so
+it does not know the other's placements; and a full gradient does not fit where a shard goes. So each gradient
+is redistributed to its parameter's placements when it arrives, which is in the same order on all ranks that
+hold the parameter. From then on its local tensor is averaged like any other tensor. torch's own way to
+combine the two kinds of parallelism does the same in the backward of ``from_local``.
 
-torch keeps these types beside its collectives. They are imported when first asked for: that takes most of
-a second, and whoever has opened a process group has paid for it already.
+torch keeps these types beside its collectives. They are imported on first use: that takes most of a second,
+which every process that has opened a process group has spent already.
 
 Private parts of torch that are used here, tried with torch 2.13: ``_local_tensor``, ``_spec`` and the
 constructor of DTensor; AsyncCollectiveTensor.
@@ -39,17 +39,17 @@ def _types() -> tuple[type, type]:
 
 
 def is_dtensor(tensor: Any) -> "TypeGuard[DTensor]":
-    """Whether each rank holds a part of this tensor."""
+    """Whether the tensor is a DTensor."""
     return isinstance(tensor, _types()[0])
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, of the same memory; any other tensor itself."""
-    return _landed(tensor._local_tensor) if is_dtensor(tensor) else tensor
+    """The local tensor of a DTensor, with the same memory; any other tensor itself."""
+    return _waited(tensor._local_tensor) if is_dtensor(tensor) else tensor
 
 
 def describe_parts(tensor: Tensor) -> str:
-    """How a DTensor lies over the ranks, in words that are equal on ranks which hold the same part of it."""
+    """A DTensor's mesh and placements as text, equal on ranks that hold the same part of it."""
     if not is_dtensor(tensor):
         return ""
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -64,7 +64,7 @@ def describe_parts(tensor: Tensor) -> str:
 def ranks_with_other_parts(tensor: Tensor) -> set[int]:
     """The global ranks along those dimensions of a DTensor's mesh over which it is not replicated.
 
-    This rank is among them. Any other tensor has none.
+    This rank is among them. The set is empty for any other tensor.
     """
     found: set[int] = set()
     if is_dtensor(tensor) and (here := tensor.device_mesh.get_coordinate()) is not None:
@@ -76,10 +76,10 @@ def ranks_with_other_parts(tensor: Tensor) -> set[int]:
 
 
 class LocalParameter:
-    """This rank's part of a DTensor parameter, with what a reducer needs of a parameter.
+    """The local tensor of a DTensor parameter, with the attributes of a parameter that a reducer uses.
 
-    Shape and gradient are those of the local part; whatever is set as gradient becomes the local part of
-    the parameter's. So buckets and the reducer work as they do on any parameter.
+    Shape and gradient are those of the local tensor; what is set as gradient becomes the local tensor of the
+    parameter's gradient. So buckets and the reducer work as they do on any parameter.
 
     Args:
         parameter: the DTensor parameter.
@@ -90,56 +90,56 @@ class LocalParameter:
         self._hooked_at = 0
 
     def detach(self) -> Tensor:
-        """The local part's values."""
+        """The local tensor, detached."""
         return local_of(self.parameter).detach()
 
     @property
     def shape(self) -> torch.Size:
-        """The local part's shape."""
+        """The shape of the local tensor."""
         return local_of(self.parameter).shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """As the parameter's."""
+        """The data type of the parameter."""
         return self.parameter.dtype
 
     @property
     def device(self) -> torch.device:
-        """As the parameter's."""
+        """The device of the parameter."""
         return self.parameter.device
 
     @property
     def requires_grad(self) -> bool:
-        """As the parameter's."""
+        """Whether the parameter requires a gradient."""
         return self.parameter.requires_grad
 
     @property
     def grad(self) -> Tensor | None:
-        """The local part of the gradient."""
-        grad = self._placed()
+        """The local tensor of the gradient."""
+        grad = self._redistributed()
         if grad is None:
             return None
         local = local_of(grad)
-        # create_graph: whoever differentiates again needs it unchanged, and the part does not say so.
+        # Under create_graph a second backward needs it unchanged, which the local tensor does not show.
         return local.clone() if grad.requires_grad else local
 
     @grad.setter
     def grad(self, local: Tensor | None) -> None:
         whole: Any = self.parameter
         if local is not None:
-            # A spec of its own, because torch may change a spec in place.
+            # A copy of the spec, because torch may change a spec in place.
             local = _types()[0](local, copy.copy(whole._spec), requires_grad=False)
         whole.grad = local
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """Have ``hook`` called with this object when the parameter's gradient was added to."""
+        """Call ``hook`` with this object after a gradient was accumulated."""
 
-        def arrived(_: Tensor) -> None:
-            self._placed()
+        def on_accumulated(_: Tensor) -> None:
+            self._redistributed()
             hook(self)
 
         self._hooked_at = self.parameter._cdata
-        handle: RemovableHandle = self.parameter.register_post_accumulate_grad_hook(arrived)
+        handle: RemovableHandle = self.parameter.register_post_accumulate_grad_hook(on_accumulated)
         return handle
 
     @property
@@ -147,17 +147,17 @@ class LocalParameter:
         return self.parameter._post_accumulate_grad_hooks
 
     def keep_hooks(self) -> None:
-        """Have hooks called again after the module was converted to another data type or device.
+        """Keep hooks working after the module was converted to another data type or device.
 
-        For a DTensor torch then swaps what is behind the parameter, where autograd looks for hooks; users'
-        hooks are lost by it as well.
+        For a DTensor torch then swaps the C++ tensor behind the parameter, where autograd looks for hooks.
+        Users' hooks are lost by this as well.
         """
         if self._hooked_at and self.parameter._cdata != self._hooked_at:
             self._hooked_at = self.parameter._cdata
             self.parameter._post_accumulate_grad_hooks = self.parameter._post_accumulate_grad_hooks
 
-    def _placed(self) -> Tensor | None:
-        """The gradient, brought into the parameter's placements: see the Note on top."""
+    def _redistributed(self) -> Tensor | None:
+        """The gradient in the parameter's placements; see the Note at the top."""
         whole: Any = self.parameter
         grad: Any = whole.grad
         if grad is not None and grad.placements != whole.placements:
@@ -165,12 +165,12 @@ class LocalParameter:
         return grad  # type: ignore[no-any-return]
 
 
-# What has a gradient that can be averaged.
+# A parameter as the reducer sees it: the parameter itself, or the local tensor of a DTensor parameter.
 Trained = Parameter | LocalParameter
 
 
 def local_parameter(parameter: Parameter) -> Trained:
-    """What a reducer works on: the local part of a DTensor parameter, or the parameter itself."""
+    """The parameter as the reducer sees it."""
     if not is_dtensor(parameter):
         return parameter
     whole: Any = parameter
@@ -178,33 +178,33 @@ def local_parameter(parameter: Parameter) -> Trained:
 
 
 def whole_parameter(trained: Trained) -> Parameter:
-    """The module's parameter behind what a reducer works on."""
+    """The module's parameter, as its users see it."""
     return trained.parameter if isinstance(trained, LocalParameter) else trained
 
 
 def grad_version(trained: Trained) -> int:
-    """How often a gradient was written to in place, which does not show on the local part of a DTensor."""
+    """The version of a gradient, which the local tensor of a DTensor does not share."""
     grad = whole_parameter(trained).grad
     return 0 if grad is None else grad._version
 
 
 def sync_grad_hook(grad: Any, *, device_handle: Any = None, compute_stream: Any = None) -> Any:
-    """Wait for a gradient that a collective is still making; any other is returned as it is.
+    """Wait for a gradient that a collective has not finished yet; any other gradient is returned as it is.
 
     Args:
         grad: the gradient.
         device_handle: the device's module, such as torch.cuda, if there is a stream.
-        compute_stream: the stream that is to wait; by default the current one.
+        compute_stream: the stream that waits; the current one by default.
     """
     if not isinstance(grad, _types()[1]):
         return grad
     on_stream = contextlib.nullcontext() if compute_stream is None else device_handle.stream(compute_stream)
     with on_stream:
-        return _landed(grad)
+        return _waited(grad)
 
 
 def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, Any]:
-    """The local tensor of a DTensor, set to require a gradient, and its spec; any other itself and None."""
+    """The local tensor of a DTensor, set to require a gradient, and its spec; else the tensor and None."""
     if not is_dtensor(tensor):
         return tensor, None
     return tensor._local_tensor.requires_grad_(), tensor._spec
@@ -213,7 +213,7 @@ def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, Any]:
 def _unflatten_tensor(
     tensor: Tensor, spec: Any, *, device_handle: Any = None, compute_stream: Any = None
 ) -> "DTensor":
-    """The DTensor of a local tensor, to which gradients flow back; those of a collective are waited for."""
+    """The DTensor of a local tensor; gradients flow back, and those of a collective are waited for."""
     kind: Any = _types()[0]
     whole: DTensor = kind.from_local(
         tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -224,5 +224,5 @@ def _unflatten_tensor(
     return whole
 
 
-def _landed(tensor: Any) -> Tensor:
+def _waited(tensor: Any) -> Tensor:
     return tensor.wait() if isinstance(tensor, _types()[1]) else tensor  # type: ignore[no-any-return, attr-defined]

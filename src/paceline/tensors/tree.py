@@ -1,7 +1,7 @@
-"""Nested structures: opened one level at a time, rebuilt as the same type, and named by path.
+"""Nested structures of inputs and outputs: open one level, rebuild the same type, show the path of a leaf.
 
 A structure is any nest of tuples, lists, dicts, namedtuples, dataclasses and types registered with
-``torch.utils._pytree``; whatever is none of these is a leaf.
+``torch.utils._pytree``. Everything else is a leaf.
 """
 
 import copy
@@ -17,25 +17,25 @@ import torch
 from torch.utils._pytree import SUPPORTED_NODES as _REGISTERED
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
-# Path pieces from the root: (parent path, key). A linked list, because most paths are never shown.
-Path = tuple[Any, Any] | None
+# The keys from the root to a leaf: (parent path, key). A linked list, because most paths are never shown.
+KeyPath = tuple[Any, Any] | None
 
 
-class Field(str):
-    """A path piece that is reached as an attribute."""
+class AttributeKey(str):
+    """A key that is read as an attribute: ``.x``, not ``['x']``."""
 
     __slots__ = ()
 
 
-class Node(NamedTuple):
-    """One container, opened.
+class Container(NamedTuple):
+    """The children of one container, and how to rebuild it.
 
     Attributes:
-        keys: where each child is.
-        children: what is there.
-        rebuild: makes a container of the same kind from new children.
-        context: what two containers must have in common to be walked in step.
-        by_key: whether children are found by key, whatever their order.
+        keys: the key of each child.
+        children: the children, in the order of their keys.
+        rebuild: makes a container of the same type from new children.
+        context: what else two containers must have in common to be gathered into one.
+        by_key: whether children are looked up by key, whatever their order.
     """
 
     keys: Sequence[Any]
@@ -45,14 +45,14 @@ class Node(NamedTuple):
     by_key: bool = False
 
 
-def open_node(obj: Any) -> Node | None:
-    """The container opened one level; None for a leaf."""
+def open_container(obj: Any) -> Container | None:
+    """Open one level of a container; returns None for a leaf."""
     kind = type(obj)
     if kind is tuple or kind is list:
-        return Node(range(len(obj)), obj, kind)
+        return Container(range(len(obj)), obj, kind)
     if kind is dict or kind is OrderedDict:
         keys = list(obj)
-        return Node(keys, list(obj.values()), lambda new: kind(zip(keys, new, strict=True)), by_key=True)
+        return Container(keys, list(obj.values()), lambda new: kind(zip(keys, new, strict=True)), by_key=True)
     if isinstance(obj, torch.Tensor):
         return None
     if kind in _REGISTERED:
@@ -60,32 +60,32 @@ def open_node(obj: Any) -> Node | None:
     return _open_rarer(obj, kind)
 
 
-def show(path: Path, root: str) -> str:
+def format_path(path: KeyPath, root: str) -> str:
     """The path as Python would write it, such as ``outputs[1]['loss']``."""
-    pieces = []
+    keys = []
     while path is not None:
         path, key = path
-        pieces.append(f".{key}" if isinstance(key, Field) else f"[{key!r}]")
-    return root + "".join(reversed(pieces))
+        keys.append(f".{key}" if isinstance(key, AttributeKey) else f"[{key!r}]")
+    return root + "".join(reversed(keys))
 
 
 def leaves(obj: Any) -> Iterator[Any]:
     """Every leaf, in order."""
-    node = open_node(obj)
-    if node is None:
+    container = open_container(obj)
+    if container is None:
         yield obj
     else:
-        for child in node.children:
+        for child in container.children:
             yield from leaves(child)
 
 
 def map_leaves(change: Callable[[Any], Any], obj: Any) -> Any:
     """The same structure with every leaf changed; a container in which nothing changed is kept as it is."""
-    node = open_node(obj)
-    if node is None:
+    container = open_container(obj)
+    if container is None:
         return change(obj)
-    children = [map_leaves(change, child) for child in node.children]
-    return obj if all(map(is_, children, node.children)) else node.rebuild(children)
+    children = [map_leaves(change, child) for child in container.children]
+    return obj if all(map(is_, children, container.children)) else container.rebuild(children)
 
 
 def is_namedtuple(obj: object) -> bool:
@@ -93,11 +93,11 @@ def is_namedtuple(obj: object) -> bool:
     return isinstance(obj, tuple) and hasattr(obj, "_asdict") and hasattr(obj, "_fields")
 
 
-def _open_rarer(obj: Any, kind: type) -> Node | None:
+def _open_rarer(obj: Any, kind: type) -> Container | None:
     if is_namedtuple(obj):
-        return Node([*map(Field, obj._fields)], obj, kind._make)  # type: ignore[attr-defined]
+        return Container([*map(AttributeKey, obj._fields)], obj, kind._make)  # type: ignore[attr-defined]
     if isinstance(obj, tuple | list):
-        return Node(range(len(obj)), obj, _sequence_type(kind))
+        return Container(range(len(obj)), obj, _sequence_type(kind))
     if isinstance(obj, dict):
         return _open_mapping(obj)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -112,7 +112,7 @@ def _sequence_type(kind: Any) -> Any:
     return kind if is_plain else plain
 
 
-def _open_mapping(obj: dict[Any, Any]) -> Node:
+def _open_mapping(obj: dict[Any, Any]) -> Container:
     keys = list(obj)
 
     def rebuild(children: Sequence[Any]) -> Any:
@@ -122,14 +122,14 @@ def _open_mapping(obj: dict[Any, Any]) -> Node:
             like[key] = child
         return like
 
-    return Node(keys, list(obj.values()), rebuild, by_key=True)
+    return Container(keys, list(obj.values()), rebuild, by_key=True)
 
 
-def _open_registered(obj: Any, kind: type) -> Node:
+def _open_registered(obj: Any, kind: type) -> Container:
     definition = _REGISTERED[kind]
     flat, context = definition.flatten_fn(obj)
     children = list(flat)
-    return Node(
+    return Container(
         _registered_keys(obj, definition, len(children)),
         children,
         lambda new: definition.unflatten_fn(list(new), context),
@@ -151,12 +151,12 @@ def _plain_key(entry: Any) -> Any:
         case SequenceKey(index):
             return index
         case GetAttrKey(name):
-            return Field(name)
+            return AttributeKey(name)
     return entry
 
 
-def _open_dataclass(obj: Any) -> Node:
-    names = [Field(field.name) for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+def _open_dataclass(obj: Any) -> Container:
+    names = [AttributeKey(field.name) for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
 
     def rebuild(children: Sequence[Any]) -> Any:
         # Not the constructor: it may compute, check, or not take every field.
@@ -167,4 +167,4 @@ def _open_dataclass(obj: Any) -> Node:
             object.__setattr__(like, name, child)
         return like
 
-    return Node(names, [getattr(obj, name) for name in names], rebuild, context=names)
+    return Container(names, [getattr(obj, name) for name in names], rebuild, context=names)

@@ -1,4 +1,4 @@
-"""The public test kit: run a function on real ranks, or against ranks that are a script.
+"""Public helpers for tests: run a function on real ranks, or against ranks that are a script.
 
 For example::
 
@@ -15,7 +15,7 @@ needs no processes: its other ranks do what a function says.
 """
 
 from paceline.errors import RankDiedError, RanksError, RemoteError
-from paceline.testing.pool import RankPool, run_ranks
+from paceline.testing.rank_pool import RankPool, run_ranks
 from paceline.testing.scripted_group import NEVER, ScriptedCall, ScriptedGroup, ScriptedReply
 
 __all__ = [

@@ -2,12 +2,12 @@
 
     caller --- requests ---> fork server --- fork ---> rank 0, rank 1, ...
       |                                                  |       |
-      +--- calls and answers, see mailbox.py ------------+-------+
+      +--- calls and answers, see messages.py ------------+-------+
 
 The server answers one request at a time, and reaps a rank only when asked to. So a rank's pid cannot
 pass to another process while the caller still knows it.
 
-Note [Nobody is left behind]
+Note [No process is left behind]
     The server watches its caller: when that ends, in whatever way, the server kills its ranks, removes
     its directory and ends. A rank dies with its server: the kernel sends it SIGKILL. Each rank leads a
     process group of its own, so that the processes it started end with it.
@@ -32,10 +32,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.testing.mailbox import Mailbox
-from paceline.testing.rank import live
+from paceline.testing.messages import RankFiles
+from paceline.testing.rank_process import serve_calls
 
-# What a rank would otherwise spend seconds on; init_process_group imports torch._dynamo.
+# Imports on which a rank would otherwise spend seconds; init_process_group imports torch._dynamo.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo")
 # A rank imports the module of its function, which in a test means these too: 0.1 s each time.
 PRELOADED_IF_IN_USE = ("pytest", "hypothesis")
@@ -78,10 +78,10 @@ class ForkServer:
         """Whether the server runs, and was started by this process rather than before a fork of it."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self, mailbox: Mailbox, rank: int, channel: socket.socket) -> int:
+    def fork(self, files: RankFiles, rank: int, channel: socket.socket) -> int:
         """Start a rank that answers on ``channel`` and prints where the caller prints; returns its pid."""
         descriptors = [STDOUT, STDERR, channel.fileno()]
-        pid: int = self._ask(["fork", str(mailbox.directory), rank], descriptors)
+        pid: int = self._ask(["fork", str(files.directory), rank], descriptors)
         return pid
 
     def reap(self, pid: int) -> int:
@@ -89,7 +89,7 @@ class ForkServer:
         try:
             exit_code: int = self._ask(["reap", pid], [])
         except OSError:
-            # The server is gone, and so is the rank: see Note [Nobody is left behind].
+            # The server is gone, and so is the rank: see Note [No process is left behind].
             return -signal.SIGKILL
         return exit_code
 
@@ -107,7 +107,7 @@ class ForkServer:
     def _end_process(self) -> None:
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # It is stopped, say: its ranks die with it all the same.
+        except subprocess.TimeoutExpired:  # It may be stopped. Its ranks die with it all the same.
             self._process.kill()
             self._process.wait()
 
@@ -175,7 +175,7 @@ def serve(requests: int, directory: str, preload: list[str]) -> None:
 def _preload(names: list[str]) -> None:
     for name in names:
         importlib.import_module(name)
-    # What lives now lives for ever: a collection in a rank need not walk it, nor copy its pages.
+    # Modules stay for ever: a garbage collection in a rank need not walk them, nor copy their pages.
     gc.collect()
     gc.freeze()
 
@@ -196,7 +196,7 @@ class _Server:
                 return
             match json.loads(request):
                 case ["fork", str(directory), int(rank)]:
-                    self.reply(self._fork(Mailbox(Path(directory)), rank, descriptors))
+                    self.reply(self._fork(RankFiles(Path(directory)), rank, descriptors))
                 case ["reap", int(pid)]:
                     self.reply(self._reap(pid))
 
@@ -210,26 +210,26 @@ class _Server:
         for pid in self._ranks.copy():
             self._reap(pid)
 
-    def _fork(self, mailbox: Mailbox, rank: int, descriptors: list[int]) -> int:
+    def _fork(self, files: RankFiles, rank: int, descriptors: list[int]) -> int:
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import started a thread"
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_rank(mailbox, rank, descriptors, server)
+            self._become_rank(files, rank, descriptors, server)
         os.setpgid(pid, pid)
         self._ranks.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
         return pid
 
-    def _become_rank(self, mailbox: Mailbox, rank: int, descriptors: list[int], server: int) -> NoReturn:
-        """Live a rank's life, in the forked process, and never return into the server's."""
+    def _become_rank(self, files: RankFiles, rank: int, descriptors: list[int], server: int) -> NoReturn:
+        """Be a rank, in the forked process; never return into the server's code."""
         exit_code = 1
         try:
             _die_with(server)
             os.close(self._caller)
             self._requests.close()
-            live(rank, mailbox, _take_over(descriptors))
+            serve_calls(rank, files, _take_over(descriptors))
             exit_code = 0
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a link between them, whose bytes can be counted.
+"""Two hosts on one machine: network namespaces with a link between them, on which bytes can be counted.
 
     with Hosts() as hosts:
         hosts.limit("100mbit")
@@ -9,8 +9,8 @@
             ...
             print(sent_bytes())
 
-Ranks are the usual ones, which move into their host's namespace before they open a process group. Those of
-two hosts do not share memory. Needs root, and the programs ``ip`` and ``tc``.
+Ranks are those of ``run_ranks``; they move into their host's namespace before they open a process group.
+Ranks of different hosts do not share memory. Needs root, and the programs ``ip`` and ``tc``.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ _numbers = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have hosts; None if it can."""
+    """Why there can be no ``Hosts`` on this machine; None if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two namespaces, there from ``with`` to the end of its block.
+    """Two network namespaces, which exist inside a ``with`` block.
 
     Attributes:
         names: the namespaces' names.
@@ -102,14 +102,14 @@ class Hosts:
         self._remove()
 
     def limit(self, rate: str) -> None:
-        """Let the link carry no more than a rate each way, such as ``100mbit``."""
+        """Limit the link to a rate in each direction, such as ``100mbit``."""
         for name in self.names:
             shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
             _run("tc", "-n", name, "qdisc", "replace", "dev", _LINK, "root", *shape)
 
     @contextmanager
     def group(self, rank: int, *, world: int, host: int) -> Iterator[None]:
-        """On a rank: move to a host, for the rest of the process's life, and open a gloo group there."""
+        """On a rank: move this process to a host for good, and open a gloo group there."""
         enter(self.names[host])
         os.environ["GLOO_SOCKET_IFNAME"] = _LINK
         os.environ[HOST_VARIABLE] = self.names[host]
@@ -122,15 +122,15 @@ class Hosts:
 
 
 def sent_bytes() -> int:
-    """On a rank: what its host has sent over the link so far, as the link counts it."""
-    # This thread's: the process as a whole may be elsewhere.
+    """On a rank: the bytes that its host has sent over the link so far."""
+    # This thread's namespace: the process may be in another.
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     [counts] = [line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{_LINK}:")]
     return int(counts[8])
 
 
 def enter(name: str) -> None:
-    """Move this process to a namespace, for the rest of its life."""
+    """Move this process to a network namespace for good."""
     with Path("/run/netns", name).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), _NEWNET):
@@ -138,7 +138,7 @@ def enter(name: str) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Remove what processes that were killed have left."""
+    """Remove the namespaces of processes that were killed."""
     for path in Path("/run/netns").glob(f"{_PREFIX}-*"):
         if not Path("/proc", path.name.split("-")[1]).exists():
             _remove(path.name)

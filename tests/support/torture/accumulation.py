@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torture.case import Branches, Case, Turn, keep, layers, loss_of
+from torture.case import Branches, Case, Turn, keep, layers, loss_of, plain
 
 MICRO_BATCHES = 3
 
@@ -44,10 +44,6 @@ def used_in_the_last_batch_only(turn: Turn) -> None:
 def several_synced_backwards(turn: Turn) -> None:
     for batch in range(MICRO_BATCHES):
         loss_of(turn.net(turn.rows(batch=batch))).backward()
-
-
-def plain(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
 
 
 def fill_with_zeros(module: nn.Module) -> None:

@@ -90,6 +90,11 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+def plain(turn: Turn) -> None:
+    """One forward and one backward."""
+    loss_of(turn.net(turn.rows())).backward()
+
+
 class Branches(nn.Module):
     """Parts that a call can leave out."""
 

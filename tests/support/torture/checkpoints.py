@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torture.case import WIDTH, Case, Turn, layers, loss_of
+from torture.case import WIDTH, Case, Turn, layers, loss_of, plain
 
 
 class Checkpointed(nn.Module):
@@ -32,10 +32,6 @@ class Checkpointed(nn.Module):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         x = self.outer(x)
         return self.checkpoint(self.inner, x) if self.nested else self.inner(x)
-
-
-def plain(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
 
 
 def wrapper_in_a_checkpoint(turn: Turn, *, reentrant: bool) -> None:

@@ -5,11 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from torture.case import WIDTH, Branches, Case, Turn, each, layers, loss_of
-
-
-def plain(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
+from torture.case import WIDTH, Branches, Case, Turn, each, layers, loss_of, plain
 
 
 class Tied(nn.Module):

@@ -7,14 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from torture.case import WIDTH, Case, Turn, layers, loss_of
+from torture.case import WIDTH, Case, Turn, layers, loss_of, plain
 
 # More than torch's default cap of 25 MiB a bucket.
 OVER_THE_CAP = 28 * 2**20 // 8
-
-
-def plain(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
 
 
 class Words(nn.Module):

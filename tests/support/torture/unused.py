@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from torture.case import WIDTH, Branches, Case, Turn, loss_of
+from torture.case import WIDTH, Branches, Case, Turn, loss_of, plain
 
 
 def one_parameter_on_one_rank(turn: Turn) -> None:
@@ -152,10 +152,6 @@ def frozen_branches() -> nn.Module:
     module = Branches()
     module.right.requires_grad_(False)
     return module
-
-
-def plain(turn: Turn) -> None:
-    loss_of(turn.net(turn.rows())).backward()
 
 
 def frozen_after_the_first_step(turn: Turn) -> None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.comm.group import Group
 from paceline.comm.torch_distributed import Joinable
 from paceline.tensors.dtensor import local_of
+from paceline.tensors.param_groups import group_options
 
 # How ranks recognise the same optimizer: its class, and the slots of each of its parameter groups.
 Signature = tuple[str, tuple[tuple[int, ...], ...]]
@@ -140,11 +141,7 @@ def _pack(
         tensors.append(part)
         return _TensorHeader(len(tensors) - 1, part.shape, part.dtype, on_cpu=part.device.type == "cpu")
 
-    # Names go with the parameters, which every rank has already.
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
+    groups = [group_options(group) for group in optimizer.param_groups]
     slots = {slot: optimizer.state.get(parameters[slot], {}) for members in signature[1] for slot in members}
     return _OptimizerState(signature, groups, slots).map(packed)
 

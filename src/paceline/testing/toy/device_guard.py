@@ -1,0 +1,73 @@
+"""Tells torch's C++ code about the toy device's two indexes, and about each thread's current one."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.testing.toy.device_module import COUNT, TYPE_NUMBER, ToyModule
+
+# Indices into the virtual method table, in the order of c10/core/impl/DeviceGuardImplInterface.h, torch 2.13.
+_EXCHANGE, _GET, _SET, _UNCHECKED_SET, _COUNT = 1, 2, 3, 4, 15
+_FUNCTIONS = 26
+
+# Before the first method the table has the offset to the top of the object and the type information.
+_HEAD = 2
+
+# A c10::Device as it is passed by value: the type in the low byte, the index in the high one.
+_DEVICE = ctypes.c_uint16
+_THIS = ctypes.c_void_p
+
+
+class ToyDeviceGuard:
+    """Overrides methods of torch's C++ device guard for a device that is implemented in Python.
+
+    torch 2.13 says in C++ that such a device has one index, which is always current; the autograd engine then
+    refuses a gradient on index 1. These methods are virtual, so the registered object gets a copy of its
+    virtual method table in which some of them are ours.
+    """
+
+    def __init__(self, module: ToyModule) -> None:
+        self._module = module
+        self._ours = {
+            _EXCHANGE: ctypes.CFUNCTYPE(_DEVICE, _THIS, _DEVICE)(self._exchange),
+            _GET: ctypes.CFUNCTYPE(_DEVICE, _THIS)(self._get),
+            _SET: ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(self._set),
+            _UNCHECKED_SET: ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(self._set),
+            _COUNT: ctypes.CFUNCTYPE(ctypes.c_int8, _THIS)(lambda _: COUNT),
+        }
+
+    def install(self) -> None:
+        """Replace torch's methods by ours, until the process ends."""
+        place = _registered_guard()
+        head = _HEAD * ctypes.sizeof(ctypes.c_void_p)
+        table_type = ctypes.c_void_p * (_HEAD + _FUNCTIONS)
+        table = table_type(*table_type.from_address((place.value or 0) - head))
+        for number, function in self._ours.items():
+            table[_HEAD + number] = ctypes.cast(function, ctypes.c_void_p).value
+        _installed.append((self, table))
+        place.value = ctypes.addressof(table) + head
+
+    def _get(self, _this: int) -> int:
+        return TYPE_NUMBER | self._module.current_device() << 8
+
+    def _set(self, _this: int, device: int) -> None:
+        self._module.set_device(device >> 8)
+
+    def _exchange(self, this: int, device: int) -> int:
+        before = self._get(this)
+        self._set(this, device)
+        return before
+
+
+# torch calls into these until the process ends.
+_installed: list[tuple[ToyDeviceGuard, Any]] = []
+
+
+def _registered_guard() -> ctypes.c_void_p:
+    """The registered object's pointer to its virtual method table."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    registry = (ctypes.c_void_p * (TYPE_NUMBER + 1)).in_dll(c10, name)
+    return ctypes.c_void_p.from_address(registry[TYPE_NUMBER] or 0)

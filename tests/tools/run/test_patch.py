@@ -1,0 +1,89 @@
+"""torch's wrappers in a script that nobody edits become paceline's, and give the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from running import paceline, script
+
+SCRIPTS = Path(__file__).parents[2] / "conformance/same_script/scripts"
+SECONDS = 60
+# Runs a script that says nothing of its wrapper, and says what the names mean, before torch is imported in
+# this process and in one that it spawns.
+TELLING = """
+import multiprocessing
+import os
+import runpy
+import sys
+
+def spawned():
+    assert "torch" not in sys.modules
+    from torch.nn.parallel import DistributedDataParallel
+    return DistributedDataParallel.__module__
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    if os.environ["RANK"] == "0":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("spawned", pool.apply(spawned))
+    from torch import nn
+    wrappers = [nn.parallel.DistributedDataParallel, nn.parallel.distributed.DistributedDataParallel]
+    print(*(wrapper.__module__ for wrapper in wrappers))
+    names = [nn.DataParallel, nn.parallel.DataParallel, nn.parallel.data_parallel]
+    print(*(name.__module__ for name in names))
+    heavy = ["click", "rich", "cloudpickle", "torch.distributed.elastic"]
+    print("imported", [name for name in heavy if name in sys.modules])
+    folder, name = os.path.split(sys.argv[1])
+    sys.path.insert(0, folder)
+    del sys.argv[0]
+    names = runpy.run_path(f"{folder}/{name}", run_name="__main__")
+    print(type(names["model"]).__module__)
+"""
+
+
+def test_a_script_ends_with_the_parameters_that_torchrun_gives(tmp_path: Path) -> None:
+    folders = [tmp_path / "torch", tmp_path / "paceline"]
+    for folder in folders:
+        folder.mkdir()
+    plain = str(SCRIPTS / "plain.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    subprocess.run([*torchrun, plain, str(folders[0])], env=environment, timeout=SECONDS, check=True)
+    telling = script(tmp_path, TELLING)
+    ran = paceline("run", "--patch", "-n", "2", telling, plain, str(folders[1]), folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    said = [
+        "paceline.ddp.wrapper paceline.ddp.wrapper",
+        "paceline.data_parallel.wrapper paceline.data_parallel.wrapper paceline.data_parallel.wrapper",
+        "imported []",
+        "paceline.ddp.wrapper",
+    ]
+    for rank, lines in enumerate([["spawned paceline.ddp.wrapper", *said], said]):
+        assert [line for line in ran.lines if line.startswith(f"[{rank}]")] == [
+            f"[{rank}] {line}" for line in lines
+        ]
+        theirs, ours = (torch.load(folder / f"{rank}.pt") for folder in folders)
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_a_rank_that_raises_is_told_before_those_that_lose_it(tmp_path: Path) -> None:
+    text = """
+import os, torch
+torch.distributed.init_process_group("gloo")
+for step in range(10**9):
+    if step == 3 and os.environ["RANK"] == "1":
+        raise ValueError("in step three")
+    torch.distributed.all_reduce(torch.ones(2))
+"""
+    ran = paceline("run", "-n", "2", script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.stdout, ran.left) == (1, "", [])
+    first, *trace, other = ran.stderr.splitlines()
+    assert first.startswith("paceline: rank 1 failed (")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert trace[-1] == "  ValueError: in step three"
+    # Ended, if the agent was faster than the news of the lost connection.
+    is_told = other.startswith("rank 0: RuntimeError: ") and other.endswith("(a consequence)")
+    assert is_told or other == "rank 0: ended"
