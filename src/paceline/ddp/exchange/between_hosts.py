@@ -34,7 +34,7 @@ from paceline.hooks.hook import Hook
 _MAX_LEAD = 1 << 16
 
 
-class HostLeaders:
+class SlotLeaders:
     """Which rank of a host leads for which slot; the same on every rank.
 
     Args:
@@ -90,7 +90,7 @@ class BetweenHosts:
             hook.meet(self._leaders_group)
         # The hook averages over hosts, which may differ in their number of ranks.
         self._factor = shared.hosts / group.size
-        self._leaders = HostLeaders(shared.leaders)
+        self._leaders = SlotLeaders(shared.leaders)
         self._shares: WeakKeyDictionary[DenseBucket, LeaderShare] = WeakKeyDictionary()
         self._summing: deque[HostsReduction] = deque()
         self._weight: Pending | None = None
