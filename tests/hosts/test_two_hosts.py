@@ -60,7 +60,7 @@ def counted(module: nn.Module, hook: hooks.Hook | None = None) -> float:
 
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_gradients_and_buffers_cross_once_a_host(layout: str) -> None:
+def test_gradients_and_buffers_cross_the_link_once_per_host(layout: str) -> None:
     with Hosts() as hosts:
         sent = run_ranks(crossing, len(layout), args=(hosts, layout), timeout=60.0, backend=None)
     first, last = sent[0], sent[-1]

@@ -142,7 +142,7 @@ def test_every_name_has_its_row_and_every_place_and_test_exists() -> None:
     assert not told, "\n".join(["docs/mapping.md is stale:", *told])
 
 
-def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
+def test_names_that_refuse_with_a_hint_to_the_page_are_on_it() -> None:
     surface = ast.parse((PACKAGE / "ddp/compat/torch_names.py").read_text())
     (loop,) = (each for each in surface.body if isinstance(each, ast.For))
     refused = {each.value for each in ast.walk(loop.iter) if isinstance(each, ast.Constant)}
@@ -171,7 +171,7 @@ RIGHT = (
         ("`join`", "`joint`", "no row for join under 'Join'"),
     ],
 )
-def test_a_wrong_row_is_told(before: str, after: str, complaint: str | None) -> None:
+def test_a_wrong_row_is_reported(before: str, after: str, complaint: str | None) -> None:
     told = stale(f"## Join\n\n{RIGHT.replace(before, after)}\n", {("Join", "join")})
     assert bool(told) == (complaint is not None)
     assert complaint is None or any(complaint in each for each in told)

@@ -86,7 +86,7 @@ def test_a_device_number_among_names_is_refused_with_advice() -> None:
         DataParallel(nn.Linear(2, 2), ["cpu", 0])
 
 
-def test_a_boolean_is_no_device_number() -> None:
+def test_a_boolean_is_not_a_device_number() -> None:
     with pytest.raises(DeviceError, match="True"):
         DataParallel(nn.Linear(2, 2), [True])
 
