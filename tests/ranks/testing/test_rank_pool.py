@@ -1,3 +1,5 @@
+"""RankPool: ranks are kept from call to call, and replaced after a failure."""
+
 import os
 import signal
 import time

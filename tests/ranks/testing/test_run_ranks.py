@@ -1,3 +1,5 @@
+"""run_ranks: results, errors, deadlines, and that no process is left."""
+
 import importlib
 import os
 import signal

@@ -1,3 +1,5 @@
+"""Wrong devices, inputs, modules and outputs are refused by name, and errors say in which replica."""
+
 from collections.abc import Callable
 from typing import Any
 

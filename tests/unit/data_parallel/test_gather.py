@@ -1,3 +1,5 @@
+"""gather: tensors are concatenated, containers rebuilt, errors name the path."""
+
 import dataclasses
 import gc
 import re

@@ -1,3 +1,5 @@
+"""Calls leave no threads, objects or memory behind."""
+
 import gc
 import os
 import threading

@@ -1,3 +1,5 @@
+"""Changes of the module between two calls are seen; changes by a replica's forward are not kept."""
+
 import types
 from collections.abc import Callable
 from typing import Any

@@ -1,3 +1,5 @@
+"""parallel_apply: one thread per module, in the caller's context; errors keep their type."""
+
 import gc
 import threading
 import weakref

@@ -1,3 +1,5 @@
+"""Random modules have the same outputs and gradients with replicas as without."""
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

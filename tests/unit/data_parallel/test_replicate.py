@@ -1,3 +1,5 @@
+"""replicate: what replicas share with the module, and what is their own."""
+
 import copy
 import io
 import warnings

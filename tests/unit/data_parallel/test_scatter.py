@@ -1,3 +1,5 @@
+"""scatter and scatter_kwargs: tensors are chunked, containers rebuilt, errors name the path."""
+
 import gc
 import re
 import weakref

@@ -1,3 +1,5 @@
+"""Which rank owns which parameter of a ShardedOptimizer."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 

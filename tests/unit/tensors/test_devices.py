@@ -1,3 +1,5 @@
+"""Which device a name or an index means, and copies to a device."""
+
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

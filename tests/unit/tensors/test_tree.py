@@ -1,3 +1,5 @@
+"""Containers are opened and rebuilt as their own type; paths are written as Python does."""
+
 import dataclasses
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
