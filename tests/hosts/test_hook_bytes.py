@@ -64,12 +64,12 @@ def sent() -> Iterator[dict[str, float]]:
         yield run_ranks(bytes_a_step, 2, args=(hosts,), timeout=60.0, backend=None)[0]
 
 
-def test_a_hook_that_averages_sends_what_no_hook_does(sent: dict[str, float]) -> None:
+def test_an_averaging_hook_sends_as_much_as_no_hook(sent: dict[str, float]) -> None:
     gradients = 4 * 4 * (WIDTH * WIDTH + WIDTH)
     assert gradients < sent["average"] < 1.05 * gradients
     assert sent["average"] == pytest.approx(sent["nothing"], rel=0.02)
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_a_hook_sends_what_it_says(sent: dict[str, float], name: str) -> None:
+def test_each_hook_sends_as_many_bytes_as_stated(sent: dict[str, float], name: str) -> None:
     assert sent[name] / sent["average"] == pytest.approx(STATED[name], rel=0.08, abs=0.002)

@@ -25,7 +25,7 @@ def crossing(rank: int, hosts: Hosts, numel: int) -> int:
         return sent_bytes() - before
 
 
-def test_what_crosses_the_link_is_counted_and_nothing_else() -> None:
+def test_only_bytes_on_the_link_are_counted() -> None:
     with Hosts() as hosts:
         first, second, third = run_ranks(crossing, 3, args=(hosts, 1_000_000), backend=None)
     # To one of two ranks on the other host, which passes it on, or to both.
@@ -38,7 +38,7 @@ def failing(rank: int, hosts: Hosts) -> None:
         raise ZeroDivisionError
 
 
-def test_nothing_is_left_also_after_an_error() -> None:
+def test_namespaces_are_removed_also_after_an_error() -> None:
     with Hosts() as hosts:
         assert there(hosts) == [True, True]
         with pytest.raises(RanksError):
@@ -46,7 +46,7 @@ def test_nothing_is_left_also_after_an_error() -> None:
     assert there(hosts) == [False, False]
 
 
-def test_what_a_killed_process_left_is_removed() -> None:
+def test_namespaces_of_a_killed_process_are_removed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     name = f"paceline-{process.pid}-0-a"
@@ -55,6 +55,6 @@ def test_what_a_killed_process_left_is_removed() -> None:
         assert not NAMESPACES.joinpath(name).exists()
 
 
-def test_two_pairs_of_hosts_at_once() -> None:
+def test_two_pairs_of_hosts_can_exist_at_once() -> None:
     with Hosts() as one, Hosts() as two:
         assert there(one) + there(two) == [True] * 4

@@ -144,7 +144,7 @@ def test_every_name_has_its_row_and_every_place_and_test_exists() -> None:
     assert not told, "\n".join(["docs/mapping.md is stale:", *told])
 
 
-def test_what_refuses_with_a_hint_to_the_page_is_on_it() -> None:
+def test_names_that_refuse_with_a_hint_to_the_page_are_on_it() -> None:
     assert set(INNER_STEPS) <= {name for _, name in WANTED}
 
 
@@ -169,7 +169,7 @@ RIGHT = (
         ("`join`", "`joint`", "no row for join under 'Join'"),
     ],
 )
-def test_a_wrong_row_is_told(before: str, after: str, complaint: str | None) -> None:
+def test_a_wrong_row_is_reported(before: str, after: str, complaint: str | None) -> None:
     told = stale(f"## Join\n\n{RIGHT.replace(before, after)}\n", {("Join", "join")})
     assert bool(told) == (complaint is not None)
     assert complaint is None or any(complaint in each for each in told)

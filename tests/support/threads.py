@@ -1,11 +1,11 @@
-"""Several threads of one test."""
+"""Run a function in several threads of one test."""
 
 import threading
 from collections.abc import Callable
 
 
 def in_threads(act: Callable[[int], None], count: int) -> None:
-    """Several at once, and what one of them raised."""
+    """Call ``act`` with 0, 1 and so on, each in a thread; raises the first error of them."""
     errors: list[BaseException] = []
 
     def guarded(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Both wrappers under one roof, for bodies that run over each of them on ranks."""
+"""torch's wrapper and ours by name, a module for them, and what ranks compare."""
 
 import builtins
 from collections import Counter

@@ -102,7 +102,9 @@ def trained_under_join(_: int, count: int, batch: int) -> tuple[int, list[Tensor
     ("count", "steps"),
     [(11, (2, 2, 2)), (13, (3, 2, 2)), (14, (3, 3, 2)), (2, (1, 1, 0)), (1, (1, 0, 0))],
 )
-def test_uneven_shares_train_as_one_process_does(three: RankPool, count: int, steps: tuple[int, ...]) -> None:
+def test_uneven_numbers_of_samples_train_as_one_process_does(
+    three: RankPool, count: int, steps: tuple[int, ...]
+) -> None:
     want = trained_alone(count, 2, 3)
     results = three.run(trained_under_join, count, 2)
     assert tuple(taken for taken, _ in results) == steps
@@ -124,7 +126,7 @@ def resumed(_: int, state: dict[str, Any] | None, workers: int, steps: int) -> t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_goes_on_at_two_other_world_sizes(pair: RankPool, three: RankPool, workers: int) -> None:
+def test_an_epoch_resumes_at_two_other_world_sizes(pair: RankPool, three: RankPool, workers: int) -> None:
     order = [*ShardedSampler(50, 1, 0, seed=5)]
     first = three.run(resumed, None, workers, 3)
     second = pair.run(resumed, first[0][1], workers, 4)
@@ -162,7 +164,7 @@ def structures(rank: int, to: int | None) -> Any:
 
 
 @pytest.mark.parametrize("to", [None, 1])
-def test_structures_come_in_order_also_where_there_was_nothing(three: RankPool, to: int | None) -> None:
+def test_structures_are_ordered_also_on_ranks_without_samples(three: RankPool, to: int | None) -> None:
     want = report([0, 1, 2, 3, 4])
     for rank, got in enumerate(three.run(structures, to)):
         if to is not None and rank != to:
@@ -195,7 +197,7 @@ def graphs_views_subsets(rank: int) -> None:
         assert [*ShardedSampler(3, shuffle=False, process_group=group)] == [0, 1, 2]
 
 
-def test_graphs_are_cut_subsets_are_counted_and_groups_are_kept_to(pair: RankPool) -> None:
+def test_results_are_detached_subsets_allowed_and_groups_respected(pair: RankPool) -> None:
     pair.run(graphs_views_subsets)
 
 
@@ -267,7 +269,7 @@ def mistake(rank: int, name: str) -> str:
     ],
     ids=lambda value: value.split(" (")[0][:22],
 )
-def test_a_mistake_of_one_rank_is_told_on_all_and_leaves_them_in_step(
+def test_an_error_on_one_rank_is_raised_on_all_and_leaves_them_in_step(
     pair: RankPool, name: str, complaint: str
 ) -> None:
     for told in pair.run(mistake, name):
@@ -281,5 +283,5 @@ def options(_: int) -> None:
         gather_in_order([], [], duplicates="first")  # type: ignore[arg-type]
 
 
-def test_options_that_cannot_be(pair: RankPool) -> None:
+def test_wrong_options_are_refused(pair: RankPool) -> None:
     pair.run(options)

@@ -68,7 +68,7 @@ def refuses_parameters(_: int) -> None:
         ShardedOptimizer(parameters, torch.optim.Adam, lr=0.1)
 
 
-def test_parameters_in_the_wrappers_place_are_refused(ranks: RankPool) -> None:
+def test_parameters_as_first_argument_are_refused(ranks: RankPool) -> None:
     ranks.run(refuses_parameters)
 
 
@@ -101,7 +101,7 @@ def groups_and_schedule(rank: int) -> None:
     assert sharded == plain
 
 
-def test_groups_added_groups_and_a_schedule(ranks: RankPool) -> None:
+def test_parameter_groups_added_later_and_a_scheduler_work(ranks: RankPool) -> None:
     ranks.run(groups_and_schedule)
 
 
@@ -157,9 +157,7 @@ def _assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("into", ["plain", "sharded"])
-def test_state_goes_to_one_rank_and_from_there_to_any_optimizer(
-    ranks: RankPool, target: int, into: str
-) -> None:
+def test_a_consolidated_state_loads_into_any_optimizer(ranks: RankPool, target: int, into: str) -> None:
     ranks.run(saved_and_loaded, target, into)
 
 
@@ -175,7 +173,7 @@ def plain_state_into_shares(rank: int) -> None:
     assert_equal(ours, theirs)
 
 
-def test_a_plain_optimizers_state_is_shared_out(ranks: RankPool) -> None:
+def test_a_plain_optimizers_state_can_be_loaded(ranks: RankPool) -> None:
     ranks.run(plain_state_into_shares)
 
 
@@ -216,7 +214,7 @@ def raising(rank: int) -> None:
     assert equal_on_all(list(ddp.parameters()))
 
 
-def test_a_step_that_raises_on_one_rank_leaves_ranks_together(pair: RankPool) -> None:
+def test_a_step_that_raises_on_one_rank_leaves_ranks_in_step(pair: RankPool) -> None:
     pair.run(raising)
 
 
@@ -239,7 +237,7 @@ def refused(rank: int) -> None:
         optimizer.step()
 
 
-def test_mistakes_are_refused(pair: RankPool) -> None:
+def test_wrong_uses_are_refused(pair: RankPool) -> None:
     pair.run(refused)
 
 
@@ -270,7 +268,7 @@ def share_is_complete(rank: int) -> None:
     assert_equal(ours, theirs)
 
 
-def test_a_share_has_what_no_step_has_made_yet(ranks: RankPool) -> None:
+def test_a_share_includes_state_that_no_step_has_created_yet(ranks: RankPool) -> None:
     ranks.run(share_is_complete)
 
 
@@ -287,7 +285,7 @@ def accumulates_and_joins(rank: int) -> None:
     assert equal_on_all(list(ddp.parameters()))
 
 
-def test_a_sharded_optimizer_under_join_with_accumulation() -> None:
+def test_join_with_accumulation_ends_with_equal_parameters() -> None:
     run_ranks(accumulates_and_joins, 2, timeout=12.0)
 
 
@@ -302,7 +300,7 @@ def private_parameters(rank: int) -> float:
     return float(net[0].weight[0, 0].detach())
 
 
-def test_ignored_parameters_stay_each_ranks_own(pair: RankPool) -> None:
+def test_ignored_parameters_are_not_broadcast(pair: RankPool) -> None:
     assert pair.run(private_parameters) == [1.0, 2.0]
 
 
@@ -324,7 +322,7 @@ def closure_raises(rank: int) -> str:
     return "stepped"
 
 
-def test_a_closure_that_raises_on_one_rank_holds_nobody() -> None:
+def test_a_closure_that_raises_on_one_rank_leaves_no_rank_waiting() -> None:
     assert run_ranks(closure_raises, 2, timeout=10.0)[1] == "raised"
 
 
@@ -347,5 +345,5 @@ def steps_dtensors(_: int, model: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("model", ["mixed", "uneven"])
-def test_a_sharded_optimizer_of_dtensors(four: RankPool, model: str) -> None:
+def test_dtensor_parameters_are_those_of_the_plain_optimizer(four: RankPool, model: str) -> None:
     assert all(map(all, four.run(steps_dtensors, model)))

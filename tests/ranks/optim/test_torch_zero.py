@@ -136,6 +136,6 @@ def test_overlapped_steps_are_those_on_torchs_wrapper(
     assert_equal_bits(ours[0], theirs[0])
 
 
-def test_overlapped_steps_on_three_ranks() -> None:
+def test_overlapped_steps_work_on_three_ranks() -> None:
     with RankPool(3, timeout=20.0) as three:
         three.run(overlapped, "paceline", ddp_zero_hook.hook_with_zero_step, allreduce_hook, False)

@@ -1,3 +1,5 @@
+"""RankPool: ranks are kept from call to call, and replaced after a failure."""
+
 import os
 import signal
 import time
@@ -63,7 +65,7 @@ def test_the_group_and_the_module_are_kept() -> None:
         assert pool.run(count_calls) == [2] * 3
 
 
-def test_two_pools_stand_side_by_side() -> None:
+def test_two_pools_are_independent() -> None:
     with RankPool(1) as one, RankPool(2) as two:
         assert one.run(total, 1.0) == [1.0]
         assert two.run(total, 1.0) == [3.0] * 2
@@ -71,7 +73,7 @@ def test_two_pools_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("fn", [fail_alike, fail_while_others_wait, kill_itself])
-def test_a_failed_call_costs_the_ranks_and_no_more(
+def test_after_a_failed_call_the_pool_starts_new_ranks(
     monkeypatch: pytest.MonkeyPatch, fn: Callable[[int], None]
 ) -> None:
     monkeypatch.setattr("paceline.testing.rank_answers.GRACE_SECONDS", 0.2)
@@ -83,7 +85,7 @@ def test_a_failed_call_costs_the_ranks_and_no_more(
         assert pool.run(total, 1.0) == [3.0] * 2
 
 
-def test_a_call_after_an_overrun_works() -> None:
+def test_a_call_after_a_timeout_works() -> None:
     with RankPool(2, timeout=1.0) as pool:
         with pytest.raises(RanksError) as caught:
             pool.run(hang)
@@ -91,7 +93,7 @@ def test_a_call_after_an_overrun_works() -> None:
         assert pool.run(total, 1.0) == [3.0] * 2
 
 
-def test_bad_input_costs_nothing() -> None:
+def test_wrong_arguments_keep_the_ranks() -> None:
     with RankPool(2) as pool:
         before = pool.run(pid)
         with pytest.raises(TypeError, match="fn must be a function at the top level"):
@@ -126,5 +128,5 @@ def test_world_must_be_positive() -> None:
         RankPool(0)
 
 
-def test_the_shared_pool(pool: RankPool) -> None:
+def test_the_shared_pool_runs_calls(pool: RankPool) -> None:
     assert pool.run(total, 1.0) == [3.0] * 2

@@ -1,3 +1,5 @@
+"""run_ranks: results, errors, deadlines, and that no process is left."""
+
 import importlib
 import os
 import signal
@@ -165,7 +167,9 @@ def test_collectives_reach_every_rank(world: int) -> None:
     assert [value.tolist() for value in run_ranks(sum_of_ranks, world)] == [expected] * world
 
 
-def test_a_rank_has_its_callers_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_has_its_callers_directory_environment_and_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run_ranks(own_rank)
     monkeypatch.setenv("RANK_TEST_VARIABLE", "here")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
@@ -185,7 +189,7 @@ def test_no_backend_means_no_group() -> None:
     assert [got["group"] for got in run_ranks(surroundings, backend=None)] == [False, False]
 
 
-def test_arguments_and_results_may_be_of_the_test_modules_classes() -> None:
+def test_arguments_and_results_may_be_instances_of_the_test_modules_classes() -> None:
     assert run_ranks(moved, args=(Point(5), 2)) == [Point(5), Point(7)]
 
 
@@ -205,13 +209,13 @@ def test_fn_may_be_in_a_module_that_is_not_on_the_path(
     assert type(value) is module.Value
 
 
-def test_large_tensors_go_both_ways() -> None:
+def test_large_tensors_can_be_passed_and_returned() -> None:
     tensor = torch.arange(300_000)
     got = run_ranks(large, args=(tensor,))
     assert all(torch.equal(value, tensor + rank) for rank, value in enumerate(got))
 
 
-def test_tensors_of_every_kind_arrive_as_they_were() -> None:
+def test_tensors_of_every_kind_arrive_unchanged() -> None:
     given = [
         torch.empty(0),
         torch.tensor(True),
@@ -263,7 +267,7 @@ def test_every_ranks_error_comes_back_in_rank_order() -> None:
     assert [type(error) for error in caught.value.exceptions] == [CustomError, KeyError]
 
 
-def test_a_part_of_the_group_keeps_its_type() -> None:
+def test_splitting_the_error_group_keeps_its_type() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(fail_on_both)
     picked, rest = caught.value.split(KeyError)
@@ -272,7 +276,7 @@ def test_a_part_of_the_group_keeps_its_type() -> None:
     assert [type(error) for error in rest.exceptions] == [CustomError]
 
 
-def test_a_rank_that_waits_for_a_failed_one_is_ended_soon() -> None:
+def test_a_rank_that_waits_for_a_failed_rank_is_ended_soon() -> None:
     start = time.monotonic()
     with pytest.raises(RanksError, match="rank 1 was still busy, and ended because of rank 0") as caught:
         run_ranks(fail_while_others_wait)
@@ -281,7 +285,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended_soon() -> None:
     assert "in fail_while_others_wait" in "".join(caught.value.__notes__)
 
 
-def test_errors_that_cannot_be_carried_over_are_named() -> None:
+def test_errors_that_cannot_be_pickled_are_named() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(fail_unpicklably)
     first, second = caught.value.exceptions
@@ -316,7 +320,7 @@ def test_a_dead_rank_is_reported_with_its_cause(fn: Callable[[int], None], cause
     assert str(error) == f"rank 1 died ({cause})"
 
 
-def test_a_crash_shows_where_it_was() -> None:
+def test_a_crash_shows_its_stack() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(crash, 1)
     assert "signal: SIGSEGV" in str(caught.value.exceptions[0])
@@ -335,7 +339,7 @@ def test_the_deadline_shows_every_ranks_stacks() -> None:
     assert str(error).count("in hang_in_a_thread") == 2
 
 
-def test_the_deadline_tells_who_had_finished() -> None:
+def test_the_deadline_names_the_ranks_that_had_finished() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(hang_on_one, timeout=1.0)
     text = str(caught.value.exceptions[0])

@@ -34,7 +34,7 @@ def dealt(batches: list[list[int]]) -> list[int]:
 
 
 @given(length=lengths, world=worlds, shuffle=st.booleans(), epoch=st.integers(0, 3))
-def test_each_sample_once_and_shares_differ_by_one_at_most(
+def test_each_sample_comes_once_and_ranks_differ_by_one_at_most(
     length: int, world: int, shuffle: bool, epoch: int
 ) -> None:
     samplers = team(length, world, shuffle=shuffle, epoch=epoch)
@@ -46,7 +46,9 @@ def test_each_sample_once_and_shares_differ_by_one_at_most(
 
 
 @given(each=st.integers(1, 12), world=worlds, shuffle=st.booleans(), epoch=st.integers(0, 3))
-def test_where_torch_does_not_pad_shares_are_torchs(each: int, world: int, shuffle: bool, epoch: int) -> None:
+def test_where_torch_does_not_pad_ranks_get_torchs_samples(
+    each: int, world: int, shuffle: bool, epoch: int
+) -> None:
     for rank, ours in enumerate(team(each * world, world, shuffle=shuffle, epoch=epoch)):
         theirs = DistributedSampler(torch.empty(each * world), world, rank, shuffle, seed=3)  # type: ignore[arg-type]
         theirs.set_epoch(epoch)
@@ -58,7 +60,7 @@ def test_where_torch_does_not_pad_shares_are_torchs(each: int, world: int, shuff
     legs=st.lists(st.tuples(worlds, batch_sizes, st.integers(0, 4)), min_size=1, max_size=5),
     shuffle=st.booleans(),
 )
-def test_a_chain_of_resumes_goes_once_through_the_order_whatever_the_worlds(
+def test_resuming_at_any_world_sizes_goes_through_the_order_once(
     length: int, legs: list[tuple[int, int, int]], shuffle: bool
 ) -> None:
     (alone,) = team(length, 1, shuffle=shuffle, epoch=2)
@@ -83,7 +85,7 @@ def test_a_chain_of_resumes_goes_once_through_the_order_whatever_the_worlds(
 
 
 @given(length=lengths, world=worlds, batch=batch_sizes, ahead=st.integers(0, 3), done=st.integers(0, 20))
-def test_what_was_read_ahead_and_not_consumed_is_left(
+def test_samples_read_ahead_but_not_consumed_come_again(
     length: int, world: int, batch: int, ahead: int, done: int
 ) -> None:
     samplers = team(length, world, shuffle=True, epoch=0)

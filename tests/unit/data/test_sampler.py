@@ -33,7 +33,7 @@ def order(epoch: int) -> list[int]:
     return [*sampler]
 
 
-def test_an_epoch_has_an_order_of_its_own_and_keeps_it() -> None:
+def test_each_epoch_has_its_own_order() -> None:
     assert order(0) != order(1)
     sampler = ShardedSampler(LENGTH, 2, 1)
     assert [*sampler] == [*sampler]
@@ -50,7 +50,7 @@ def test_the_default_device_does_not_matter() -> None:
         assert [*ShardedSampler(LENGTH, 1, 0)] == order(0)
 
 
-def test_a_state_is_gone_on_with_once() -> None:
+def test_a_loaded_state_is_resumed_once() -> None:
     old = ShardedSampler(LENGTH, 2, 0)
     old.set_epoch(4)
     [*islice(old, 3)]
@@ -66,14 +66,14 @@ def test_a_state_is_gone_on_with_once() -> None:
     assert [*new] == order(5)
 
 
-def test_a_state_of_another_epoch_than_the_next_is_forgotten() -> None:
+def test_a_loaded_state_of_another_epoch_is_dropped() -> None:
     sampler = ShardedSampler(LENGTH, 1, 0)
     sampler.load_state_dict({"epoch": 4, "seed": 0, "shuffle": True, "length": LENGTH, "consumed": 5})
     sampler.set_epoch(5)
     assert [*sampler] == order(5)
 
 
-def test_an_epoch_that_was_gone_through_is_consumed_and_a_new_one_is_not() -> None:
+def test_a_finished_epoch_is_consumed_and_a_new_one_is_not() -> None:
     sampler = ShardedSampler(LENGTH, 2, 1)
     assert len([*sampler]) == 11
     assert sampler.state_dict()["consumed"] == LENGTH
@@ -81,7 +81,7 @@ def test_an_epoch_that_was_gone_through_is_consumed_and_a_new_one_is_not() -> No
     assert sampler.state_dict()["consumed"] == 0
 
 
-def test_iterators_that_nobody_takes_from_do_not_use_up_a_state() -> None:
+def test_unused_iterators_do_not_use_up_a_state() -> None:
     sampler = ShardedSampler(LENGTH, 1, 0)
     sampler.load_state_dict({"epoch": 0, "seed": 0, "shuffle": True, "length": LENGTH, "consumed": 5})
     iter(sampler)
@@ -90,7 +90,7 @@ def test_iterators_that_nobody_takes_from_do_not_use_up_a_state() -> None:
 
 @pytest.mark.parametrize("batch", [2, None])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_torchdatas_loader_goes_on_at_another_world_size(batch: int | None, world: int) -> None:
+def test_torchdatas_loader_resumes_at_another_world_size(batch: int | None, world: int) -> None:
     olds = [loader(3, rank, batch=batch) for rank in range(3)]
     seen = flat(each for old in olds for each in islice(old, 2))
     states = [old.state_dict() for old in olds]
@@ -102,7 +102,7 @@ def test_torchdatas_loader_goes_on_at_another_world_size(batch: int | None, worl
     assert left == [order(1)[len(seen) :][rank::world] for rank in range(world)]
 
 
-def test_torchdatas_loader_with_workers_saves_what_came_out_not_what_was_read_ahead() -> None:
+def test_torchdatas_loader_with_workers_saves_what_it_returned_not_what_it_read_ahead() -> None:
     old = loader(2, 0, workers=2)
     batches = iter(old)
     seen = flat(islice(batches, 2))
@@ -115,7 +115,7 @@ def test_torchdatas_loader_with_workers_saves_what_came_out_not_what_was_read_ah
 
 
 @pytest.mark.parametrize(("rank", "workers"), [(0, 0), (1, 0), (1, 2)])
-def test_torchdatas_loader_begins_the_next_epoch_after_one_that_was_through(rank: int, workers: int) -> None:
+def test_torchdatas_loader_begins_the_next_epoch_after_a_finished_one(rank: int, workers: int) -> None:
     # 12 samples and 11 on two ranks, in batches of 11: rank 1 is through a batch before rank 0.
     old = loader(2, rank, batch=11, workers=workers)
     flat(old)
@@ -124,7 +124,7 @@ def test_torchdatas_loader_begins_the_next_epoch_after_one_that_was_through(rank
     assert flat(new) == order(2)[rank::2]
 
 
-def test_torchs_loader_with_workers_is_told_how_far_training_has_come() -> None:
+def test_torchs_loader_with_workers_resumes_from_the_consumed_count() -> None:
     sampler = ShardedSampler(LENGTH, 2, 0)
     batches = iter(DataLoader(range(LENGTH), 2, sampler=sampler, num_workers=2))  # type: ignore[arg-type]
     seen = flat(islice(batches, 2))
@@ -146,7 +146,7 @@ def test_torchs_loader_with_workers_is_told_how_far_training_has_come() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_states_that_do_not_fit_are_refused(state: dict[str, Any], complaint: str) -> None:
+def test_states_of_other_samplers_are_refused(state: dict[str, Any], complaint: str) -> None:
     sampler = ShardedSampler(LENGTH, 1, 0)
     given = state if "epoch" in state else {**sampler.state_dict(), **state}
     with pytest.raises(SamplesError) as caught:
@@ -155,7 +155,7 @@ def test_states_that_do_not_fit_are_refused(state: dict[str, Any], complaint: st
     assert complaint in str(caught.value)
 
 
-def test_more_than_was_handed_out_cannot_have_been_consumed() -> None:
+def test_consumed_must_not_exceed_the_returned_samples() -> None:
     sampler = ShardedSampler(LENGTH, 2, 1)
     with pytest.raises(OptionError, match=r"has not returned any samples yet \(consumed: 2\)"):
         sampler.state_dict(consumed=2)
@@ -172,11 +172,11 @@ def test_more_than_was_handed_out_cannot_have_been_consumed() -> None:
     ("arguments", "complaint"),
     [((5, 2, 2), r"\(rank: 2, of: 2\)"), ((5, 2, -1), r"\(rank: -1"), ((-1, 1, 0), r"\(length: -1\)")],
 )
-def test_arguments_that_cannot_be(arguments: tuple[int, int, int], complaint: str) -> None:
+def test_wrong_arguments_are_refused(arguments: tuple[int, int, int], complaint: str) -> None:
     with pytest.raises(OptionError, match=complaint):
         ShardedSampler(*arguments)
 
 
-def test_without_a_group_it_must_be_told_who_shares() -> None:
+def test_without_a_process_group_num_replicas_and_rank_are_needed() -> None:
     with pytest.raises(ValueError, match="process group has not been initialized"):
         ShardedSampler(LENGTH)

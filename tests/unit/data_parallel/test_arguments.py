@@ -30,7 +30,7 @@ def test_a_module_without_inputs_runs_once(count: int) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("empty", [{}, [], (), None], ids=str)
-def test_keywords_only_with_an_empty_value_among_them(count: int, empty: Any) -> None:
+def test_keyword_arguments_alone_may_include_empty_values(count: int, empty: Any) -> None:
     def check(m: nn.Module, *, x: torch.Tensor, extra: Any) -> torch.Tensor:
         assert extra == empty
         assert type(extra) is type(empty)
@@ -43,7 +43,7 @@ def test_keywords_only_with_an_empty_value_among_them(count: int, empty: Any) ->
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_positional_keyword_and_other_values_are_mixed(count: int) -> None:
+def test_positional_keyword_and_non_tensor_arguments_can_be_mixed(count: int) -> None:
     def forward(m: nn.Module, x: torch.Tensor, power: int, *, y: torch.Tensor, name: str) -> torch.Tensor:
         assert name == "n"
         return x * m.weight**power + y
@@ -55,7 +55,7 @@ def test_positional_keyword_and_other_values_are_mixed(count: int) -> None:
     assert_same(torch.autograd.grad(out.square().sum(), (x, y, module.weight)), expected)
 
 
-def test_inputs_that_are_no_tensors_reach_every_replica() -> None:
+def test_arguments_that_are_not_tensors_reach_every_replica() -> None:
     marker = object()
     seen: list[object] = []
     module = Call(lambda m, x, thing: seen.append(thing) or x * m.weight)

@@ -47,7 +47,9 @@ def loss_with_penalty(call: Callable[..., torch.Tensor], module: nn.Module, x: t
 
 @pytest.mark.parametrize("run", [penalised, penalised_square, loss_with_penalty])
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_gradient_penalty_goes_twice_through_the_wrapper(run: Callable[..., Gradients], count: int) -> None:
+def test_a_gradient_penalty_differentiates_through_the_wrapper_twice(
+    run: Callable[..., Gradients], count: int
+) -> None:
     module, x = small_net(), random_rows()
     expected = {
         name: torch.zeros(2, dtype=torch.double) if g is None else g
@@ -78,7 +80,7 @@ def test_a_penalty_over_parameters_gives_second_derivatives() -> None:
     assert_same(run(DataParallel(module, TWO)), run(module))
 
 
-def test_third_derivatives() -> None:
+def test_third_derivatives_are_those_of_the_module() -> None:
     module, x = Call(lambda m, x: (x * m.weight).sin().exp()), random_rows().requires_grad_()
 
     def run(call: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -98,7 +100,7 @@ def test_backward_of_a_single_row_of_the_output() -> None:
     assert_same(gradients(module), expected)
 
 
-def test_backward_after_wrapper_and_output_are_gone() -> None:
+def test_backward_works_after_wrapper_and_output_are_freed() -> None:
     module, x = small_net(), random_rows()
     loss = DataParallel(module, TWO)(x).square().sum()
     loss.backward()
@@ -107,7 +109,7 @@ def test_backward_after_wrapper_and_output_are_gone() -> None:
     assert_same(got, gradients(module))
 
 
-def test_a_graph_may_be_gone_through_twice_if_retained() -> None:
+def test_a_retained_graph_allows_a_second_backward() -> None:
     module, x = small_net(), random_rows()
     loss = DataParallel(module, TWO)(x).square().sum()
     loss.backward(retain_graph=True)
@@ -118,7 +120,7 @@ def test_a_graph_may_be_gone_through_twice_if_retained() -> None:
         loss.backward()
 
 
-def test_two_outputs_with_separate_graphs_go_backward_one_after_the_other() -> None:
+def test_two_outputs_with_separate_graphs_allow_one_backward_each() -> None:
     module = Call(lambda m, x: ((x * m.weight).sin(), (x * m.weight).exp()))
     x = random_rows()
     for output in DataParallel(module, TWO)(x):
@@ -136,7 +138,7 @@ def test_gradients_with_respect_to_inputs_and_parameters() -> None:
     assert all(tensor.grad is None for tensor in inputs)
 
 
-def test_backward_to_chosen_leaves_only() -> None:
+def test_backward_with_inputs_fills_only_those() -> None:
     module, x = small_net(), random_rows().requires_grad_()
     DataParallel(module, TWO)(x).sum().backward(inputs=[module[0].weight])
     assert module[0].weight.grad is not None
@@ -144,7 +146,7 @@ def test_backward_to_chosen_leaves_only() -> None:
     assert x.grad is None
 
 
-def test_two_calls_before_one_backward() -> None:
+def test_one_backward_may_follow_two_calls() -> None:
     module, a, b = small_net(), random_rows(), random_rows(5, 2)
     wrapper = DataParallel(module, TWO)
     (wrapper(a).square().sum() + wrapper(b).sum()).backward()
@@ -153,14 +155,14 @@ def test_two_calls_before_one_backward() -> None:
     assert_same(got, gradients(module))
 
 
-def test_the_output_of_one_call_as_the_input_of_the_next() -> None:
+def test_the_output_of_one_call_may_be_the_input_of_the_next() -> None:
     module, x = small_net(), random_rows()
     wrapper = DataParallel(module, TWO)
     expected = trained(lambda x: module(module(module(x))), module, x)
     assert_same(trained(lambda x: wrapper(wrapper(wrapper(x))), module, x), expected)
 
 
-def test_a_long_chain_of_calls() -> None:
+def test_a_long_chain_of_calls_has_the_modules_gradients() -> None:
     module, x = Call(lambda m, x: (x * m.weight).tanh()), random_rows()
     wrapper = DataParallel(module, TWO)
 
@@ -176,7 +178,7 @@ def test_a_long_chain_of_calls() -> None:
     assert_same(trained(chain(wrapper), module, x), expected)
 
 
-def test_backward_from_another_thread() -> None:
+def test_backward_may_run_in_another_thread() -> None:
     module, x = small_net(), random_rows()
     expected = trained(module, module, x)[1]
     loss = DataParallel(module, TWO)(x).square().sum()
@@ -186,7 +188,7 @@ def test_backward_from_another_thread() -> None:
     assert_same(gradients(module), expected)
 
 
-def test_what_holds_in_the_modules_own_backward_holds_in_every_replicas() -> None:
+def test_autocast_and_default_device_of_backward_reach_every_replica() -> None:
     seen: list[tuple[bool, torch.dtype, str]] = []
 
     class Look(torch.autograd.Function):
@@ -211,7 +213,7 @@ def test_what_holds_in_the_modules_own_backward_holds_in_every_replicas() -> Non
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
 @pytest.mark.parametrize("grad", [True, False])
-def test_forward_mode_derivatives(grad: bool) -> None:
+def test_forward_mode_derivatives_are_those_of_the_module(grad: bool) -> None:
     module, x, direction = small_net(), random_rows(), random_rows()
 
     def slope(call: Callable[..., torch.Tensor]) -> torch.Tensor | None:

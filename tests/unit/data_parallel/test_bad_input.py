@@ -1,3 +1,5 @@
+"""Wrong devices, inputs, modules and outputs are refused by name, and errors say in which replica."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +88,7 @@ def test_a_device_number_among_names_is_refused_with_advice() -> None:
         DataParallel(nn.Linear(2, 2), ["cpu", 0])
 
 
-def test_a_boolean_is_no_device_number() -> None:
+def test_a_boolean_is_not_a_device_number() -> None:
     with pytest.raises(DeviceError, match="True"):
         DataParallel(nn.Linear(2, 2), [True])
 

@@ -1,3 +1,5 @@
+"""gather: tensors are concatenated, containers rebuilt, errors name the path."""
+
 import dataclasses
 import gc
 import re
@@ -88,19 +90,19 @@ def test_the_cpu_by_any_name(device: Any) -> None:
     assert torch.equal(gathered, torch.cat([numbered(2), numbered(1)]))
 
 
-def test_tensors_are_brought_to_the_device() -> None:
+def test_tensors_are_moved_to_the_device() -> None:
     gathered = gather([numbered(2), torch.ones(1, 2, device="meta")], "meta")
     assert (gathered.device.type, gathered.shape) == ("meta", (3, 2))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_any_dimension_may_be_joined(dim: int) -> None:
+def test_any_dimension_may_be_concatenated(dim: int) -> None:
     x = torch.arange(24.0).reshape(2, 3, 4)
     assert torch.equal(gather([x, x + 1], "cpu", dim), torch.cat([x, x + 1], dim))
 
 
 @pytest.mark.parametrize("counts", [[1], [0], [0, 0], [3, 0, 1], [1, 1, 1], [0, 2]], ids=str)
-def test_any_number_of_rows_may_be_joined(counts: list[int]) -> None:
+def test_any_number_of_rows_may_be_concatenated(counts: list[int]) -> None:
     parts = [numbered(count) for count in counts]
     assert torch.equal(gather(parts, "cpu"), torch.cat(parts))
 
@@ -110,7 +112,7 @@ def test_any_number_of_rows_may_be_joined(counts: list[int]) -> None:
     [(numbered(1), numbered(2)), deque([numbered(1), numbered(2)])],
     ids=["tuple", "deque"],
 )
-def test_any_sequence_of_outputs_will_do(outputs: Any) -> None:
+def test_outputs_may_be_any_sequence(outputs: Any) -> None:
     assert gather(outputs, "cpu").shape == (3, 2)
 
 
@@ -234,7 +236,7 @@ def test_a_container_is_rebuilt_as_its_type(kind: Any) -> None:
     assert torch.equal(tensor(gathered), torch.cat([tensor(output) for output in outputs]))
 
 
-def test_what_a_container_knows_of_itself_is_kept() -> None:
+def test_container_settings_are_kept() -> None:
     outputs = [(defaultdict(list, x=numbered(1)), deque([numbered(1)], maxlen=5)) for _ in range(2)]
     table, queue = gather(outputs, "cpu")
     assert table["new"] == []
@@ -269,7 +271,7 @@ def test_a_value_that_is_the_same_on_all_replicas_is_kept(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_equal_values_are_one_value(one: Any, other: Any) -> None:
+def test_equal_values_become_one_value(one: Any, other: Any) -> None:
     assert gather([(one,), (other,)], "cpu")[0] is one
 
 
@@ -395,14 +397,14 @@ each_mistake = pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKE
 
 
 @each_mistake
-def test_a_mistake_is_named_and_the_next_call_works(mistake: Mistake) -> None:
+def test_an_error_names_the_input_and_the_next_call_works(mistake: Mistake) -> None:
     with pytest.raises(mistake.error) as caught:
         gather(mistake.outputs, mistake.device, mistake.dim)
     assert [text for text in mistake.texts if text not in str(caught.value)] == []
     assert torch.equal(gather([numbered(1), numbered(1)], "cpu"), torch.cat([numbered(1), numbered(1)]))
 
 
-def test_a_missing_key_is_a_value_error_and_a_key_error_in_plain_words() -> None:
+def test_a_missing_key_is_a_value_error_and_a_key_error() -> None:
     with pytest.raises(MissingKeyError) as caught:
         gather([{"a": 1}, {"b": 1}], "cpu")
     assert isinstance(caught.value, KeyError)
@@ -431,7 +433,7 @@ def test_no_reference_cycle_is_left_behind() -> None:
     "name", ["dim", "sizes", "tensor or not", "lengths", "missing key", "numbers", "index"]
 )
 @pytest.mark.usefixtures("no_gc")
-def test_no_reference_cycle_is_left_behind_by_a_mistake(name: str) -> None:
+def test_no_reference_cycle_is_left_behind_by_an_error(name: str) -> None:
     mistake = MISTAKES[name]
     beside = numbered(4)
     try:

@@ -33,7 +33,7 @@ def test_the_mean_mode_gives_the_mean_over_the_whole_batch(size: int, count: int
     assert_same(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs))
 
 
-def test_the_mean_mode_counts_the_rows_of_keywords_and_other_dimensions() -> None:
+def test_the_mean_mode_counts_rows_of_keyword_arguments_and_of_other_dimensions() -> None:
     module, x = Call(lambda m, *, x: (x * m.weight[:, None]).mean()), random_rows(2, 5)
     assert_same(DataParallel(module, TWO, dim=1, gather="mean")(x=x), module(x=x))
 
@@ -43,7 +43,7 @@ def test_the_mean_mode_keeps_structures() -> None:
     assert_same(DataParallel(module, TWO, gather="mean")(x), module(x))
 
 
-def test_the_stack_mode_puts_outputs_side_by_side() -> None:
+def test_the_stack_mode_stacks_outputs() -> None:
     module, x = Call(mean_loss), random_rows(5, 2)
     got = DataParallel(module, TWO, gather="stack")(x)
     assert_same(got, torch.stack([module(x[:3]), module(x[3:])]))
@@ -64,13 +64,13 @@ def test_the_list_mode_gives_each_replicas_output() -> None:
     ("mode", "shape"), [("cat", (4, 2)), ("stack", (1, 4, 2)), ("mean", (4, 2)), ("list", None)]
 )
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
-def test_modes_hold_for_a_single_replica_too(mode: Any, shape: Any, devices: Any) -> None:
+def test_modes_apply_to_a_single_replica_too(mode: Any, shape: Any, devices: Any) -> None:
     module, x = small_net(), random_rows(4, 2)
     got = DataParallel(module, devices, gather=mode)(x)
     assert_same(got, [module(x)] if shape is None else module(x).expand(shape))
 
 
 @pytest.mark.parametrize("mode", ["sum", "", None, 3])
-def test_an_unknown_mode_is_refused_with_the_known_ones(mode: Any) -> None:
+def test_an_unknown_mode_is_refused_and_the_allowed_ones_are_listed(mode: Any) -> None:
     with pytest.raises(ValueError, match="'cat', 'stack', 'mean', 'list'"):
         DataParallel(nn.Linear(2, 2), TWO, gather=mode)

@@ -36,12 +36,12 @@ def write_rows(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("forward", [add_in_place, relu_of_a_clone, write_rows])
-def test_in_place_operations_inside(forward: Callable[..., torch.Tensor]) -> None:
+def test_in_place_operations_inside_the_module_work(forward: Callable[..., torch.Tensor]) -> None:
     assert_same_as_module(Call(forward), random_rows().requires_grad_())
 
 
 @pytest.mark.parametrize("policy", ["cat", "list"])
-def test_in_place_operations_on_the_output(policy: Any) -> None:
+def test_in_place_operations_on_the_output_work(policy: Any) -> None:
     module, x = small_net(), random_rows()
     outputs = DataParallel(module, TWO, gather=policy)(x)
     torch.cat([y.mul_(3) for y in outputs] if policy == "list" else [outputs.mul_(3)]).sum().backward()
@@ -50,14 +50,14 @@ def test_in_place_operations_on_the_output(policy: Any) -> None:
     assert_same(got, gradients(module))
 
 
-def test_a_module_that_changes_its_input_in_place_in_a_graph() -> None:
+def test_a_module_may_change_an_input_with_a_graph_in_place() -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2).double())
     x = random_rows().requires_grad_()
     expected = torch.autograd.grad(module(x * 2).square().sum(), x)
     assert_same(torch.autograd.grad(DataParallel(module, TWO)(x * 2).square().sum(), x), expected)
 
 
-def test_replicas_that_change_their_inputs_in_place_do_not_spoil_each_others_backward() -> None:
+def test_replicas_that_change_inputs_in_place_do_not_disturb_each_others_backward() -> None:
     module, x = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2).double()), random_rows()
     expected = trained(module, module, x.clone())
     wrapper = DataParallel(module, ["cpu"] * 3)
@@ -65,13 +65,13 @@ def test_replicas_that_change_their_inputs_in_place_do_not_spoil_each_others_bac
         assert_same(trained(wrapper, module, x.clone()), expected)
 
 
-def test_a_module_that_multiplies_its_input_in_place_by_a_parameter() -> None:
+def test_a_module_may_multiply_its_input_in_place_by_a_parameter() -> None:
     module, x = Call(lambda m, x: x.mul_(m.weight).tanh()), random_rows()
     expected = trained(module, module, x.clone())
     assert_same(trained(DataParallel(module, TWO), module, x.clone()), expected)
 
 
-def test_an_output_that_is_the_input_itself() -> None:
+def test_an_output_may_be_the_input_itself() -> None:
     module, x = Call(lambda m, x: (x, x * m.weight)), random_rows().requires_grad_()
     expected = torch.autograd.grad(sum(y.square().sum() for y in module(x)), x)
     got = torch.autograd.grad(sum(y.square().sum() for y in DataParallel(module, TWO)(x)), x)

@@ -1,3 +1,5 @@
+"""Calls leave no threads, objects or memory behind."""
+
 import gc
 import os
 import threading
@@ -163,7 +165,7 @@ def test_calls_make_no_reference_cycle(
 
 @pytest.mark.usefixtures("no_gc")
 @each_use
-def test_wrapper_and_module_die_with_their_last_reference(
+def test_wrapper_and_module_are_freed_with_their_last_reference(
     make: Callable[[], nn.Module], use: Callable[[nn.Module, torch.Tensor], None]
 ) -> None:
     wrapper, x = DataParallel(make(), TWO), torch.randn(64, 64)
@@ -176,7 +178,7 @@ def test_wrapper_and_module_die_with_their_last_reference(
 
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("grad", [True, False])
-def test_replicas_and_what_they_made_die_with_the_output(grad: bool) -> None:
+def test_replicas_and_their_tensors_are_freed_with_the_output(grad: bool) -> None:
     made: list[weakref.ref[Any]] = []
 
     class Watched(nn.Module):
@@ -202,7 +204,7 @@ def test_replicas_and_what_they_made_die_with_the_output(grad: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_what_backward_no_longer_needs_is_freed_while_the_output_lives() -> None:
+def test_tensors_that_backward_no_longer_needs_are_freed_while_the_output_lives() -> None:
     kept: list[weakref.ref[Any]] = []
 
     class Keeps(torch.autograd.Function):
@@ -234,7 +236,7 @@ def test_what_backward_no_longer_needs_is_freed_while_the_output_lives() -> None
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_an_error_that_is_kept_dies_with_its_last_reference() -> None:
+def test_an_error_is_freed_with_its_last_reference() -> None:
     class OwnError(Exception):
         pass
 

@@ -1,3 +1,5 @@
+"""Changes of the module between two calls are seen; changes by a replica's forward are not kept."""
+
 import types
 from collections.abc import Callable
 from typing import Any
@@ -173,7 +175,7 @@ def test_a_module_replaced_in_the_wrapper_is_seen(grad: bool) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_a_removed_hook_runs_no_more(grad: bool) -> None:
+def test_a_removed_hook_no_longer_runs(grad: bool) -> None:
     wrapper = DataParallel(Net(), TWO)
     calls: list[int] = []
     handle = wrapper.module.first.register_forward_hook(lambda *_: calls.append(1))
@@ -196,14 +198,14 @@ def test_a_removed_parametrization_is_gone(grad: bool) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_thawed_parameters_train_again(grad: bool) -> None:
+def test_unfrozen_parameters_train_again(grad: bool) -> None:
     wrapper = DataParallel(Net().requires_grad_(False), TWO)
     assert_as_alone(wrapper, grad=False)
     wrapper.module.requires_grad_()
     assert_as_alone(wrapper, grad=grad)
 
 
-def test_training_steps_follow_the_module_trained_alone() -> None:
+def test_training_steps_are_those_of_the_module_alone() -> None:
     torch.manual_seed(3)
     one = Net()
     other = Net()

@@ -19,7 +19,7 @@ from torch import nn
 from paceline import DataParallel
 
 
-def test_a_parameters_hook_fires_once_a_backward_with_the_full_sum() -> None:
+def test_a_parameters_hook_runs_once_per_backward_with_the_full_sum() -> None:
     module, x = small_net(), random_rows()
     expected = trained(module, module, x)[1]["0.weight"]
     seen: list[torch.Tensor] = []
@@ -28,14 +28,14 @@ def test_a_parameters_hook_fires_once_a_backward_with_the_full_sum() -> None:
     assert_same(seen, [expected])
 
 
-def test_a_post_accumulate_hook_fires_once_a_backward() -> None:
+def test_a_post_accumulate_hook_runs_once_per_backward() -> None:
     module, seen = small_net(), []
     module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
     trained(DataParallel(module, ["cpu"] * 3), module, random_rows())
     assert [*map(id, seen)] == [id(module[0].weight)]
 
 
-def test_a_hook_on_the_input_fires_once_with_the_whole_gradient() -> None:
+def test_a_hook_on_the_input_runs_once_with_the_full_gradient() -> None:
     module, x, seen = small_net(), random_rows().requires_grad_(), []
     expected = torch.autograd.grad(module(x).sum(), x)
     x.register_hook(lambda g: seen.append(g.clone()))
@@ -87,7 +87,7 @@ def scaling_output(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("forward", [reversing, scaling_weight, scaling_output])
 @pytest.mark.parametrize("count", COUNTS)
-def test_hooks_that_forward_puts_on_tensors_run_once(forward: Callable[..., Any], count: int) -> None:
+def test_hooks_that_forward_registers_on_tensors_run_once(forward: Callable[..., Any], count: int) -> None:
     module, x = Call(forward), random_rows().requires_grad_()
     inputs = [x, module.weight]
     expected = torch.autograd.grad(module(x.sin()).square().sum(), inputs)
@@ -95,7 +95,7 @@ def test_hooks_that_forward_puts_on_tensors_run_once(forward: Callable[..., Any]
     assert_same(got, expected)
 
 
-def test_a_hook_that_forward_puts_on_a_parameter_runs_once_a_replica() -> None:
+def test_a_hook_that_forward_registers_on_a_parameter_runs_once_per_replica() -> None:
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         m.weight.register_hook(lambda g: 3 * g)
         return x * m.weight
@@ -105,7 +105,7 @@ def test_a_hook_that_forward_puts_on_a_parameter_runs_once_a_replica() -> None:
     assert_same(module.weight.grad, 3 * x.sum(0))
 
 
-def test_gradients_that_forward_asks_its_input_to_retain() -> None:
+def test_forward_may_call_retain_grad_on_its_input() -> None:
     seen: dict[int, torch.Tensor] = {}
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:

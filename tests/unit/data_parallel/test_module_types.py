@@ -36,14 +36,14 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("count", COUNTS)
-def test_recurrent_modules(kind: type[nn.RNNBase], count: int) -> None:
+def test_recurrent_modules_have_the_modules_outputs_and_gradients(kind: type[nn.RNNBase], count: int) -> None:
     module, x = Recurrent(kind), random_rows(6, 4, 2)
     assert_same_as_module(module, x, count=count)
     with torch.no_grad():
         assert_same(DataParallel(module, ["cpu"] * count)(x), module(x))
 
 
-def test_transformer_layers() -> None:
+def test_transformer_layers_have_the_modules_outputs_and_gradients() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
     assert_same_as_module(layer, random_rows(6, 3, 4))
     layer.eval()
@@ -63,7 +63,7 @@ def test_sparse_gradients_stay_sparse(kind: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("first", ["sparse", "dense"])
-def test_a_parameter_with_a_sparse_gradient_here_and_a_dense_one_there(first: str) -> None:
+def test_a_sparse_gradient_and_a_dense_one_of_the_same_parameter_are_added(first: str) -> None:
     class Either(nn.Embedding):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             is_first = bool((x < 2).all())
@@ -86,7 +86,7 @@ def test_an_embedding_with_a_norm_limit_renorms_the_modules_weight() -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_complex_parameters(count: int) -> None:
+def test_complex_parameters_have_the_modules_gradients(count: int) -> None:
     module = nn.Linear(2, 3, dtype=torch.cdouble)
     x = torch.randn(6, 2, dtype=torch.cdouble)
 
@@ -108,7 +108,7 @@ def test_gradients_reach_buffers_that_require_them() -> None:
     assert_same(module.scale.grad, expected)
 
 
-def test_several_dtypes_in_one_module() -> None:
+def test_one_module_may_have_several_dtypes() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +152,7 @@ def test_batch_norm_takes_its_statistics_from_the_first_chunk() -> None:
     assert_same(dict(module.named_buffers()), dict(twin.named_buffers()))
 
 
-def test_batch_norm_counts_one_batch_a_call() -> None:
+def test_batch_norm_counts_one_batch_per_call() -> None:
     module = nn.BatchNorm1d(2).double()
     wrapper = DataParallel(module, ["cpu"] * 3)
     for _ in range(4):
@@ -163,7 +163,7 @@ def test_batch_norm_counts_one_batch_a_call() -> None:
 @pytest.mark.parametrize(
     "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal]
 )
-def test_parametrized_modules(norm: Callable[..., nn.Module]) -> None:
+def test_parametrized_modules_have_the_modules_outputs_and_gradients(norm: Callable[..., nn.Module]) -> None:
     assert_same_as_module(norm(nn.Linear(3, 3)).double(), random_rows(6, 3))
 
 
@@ -194,7 +194,7 @@ def test_unused_parameters_get_zeros() -> None:
     assert grads["unused.bias"].eq(0).all()
 
 
-def test_a_parameter_used_by_one_replica_only() -> None:
+def test_a_parameter_may_be_used_by_one_replica_only() -> None:
     module = Call(lambda m, x: m.other * x if bool((x > 0).all()) else m.weight * x)
     module.other = nn.Parameter(random_rows(2))
     x = torch.tensor([[1.0, 2.0], [-1.0, -2.0]], dtype=torch.double)
@@ -209,5 +209,5 @@ def test_frozen_modules_pass_gradients_to_their_inputs() -> None:
     assert_same(torch.autograd.grad(DataParallel(module, TWO)(x).square().sum(), x), expected)
 
 
-def test_frozen_modules_give_outputs_without_gradient() -> None:
+def test_outputs_of_frozen_modules_require_no_gradient() -> None:
     assert not DataParallel(small_net().requires_grad_(False), TWO)(random_rows()).requires_grad

@@ -23,12 +23,12 @@ from paceline import DataParallel, data_parallel
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7])
-def test_outputs_and_gradients_are_the_modules_own(count: int, size: int) -> None:
+def test_outputs_and_gradients_are_those_of_the_module(count: int, size: int) -> None:
     assert_same_as_module(small_net(), random_rows(size, 2), count=count)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_the_function_gives_what_the_module_gives(count: int) -> None:
+def test_the_function_returns_what_the_module_returns(count: int) -> None:
     module, x = small_net(), random_rows()
     expected = trained(module, module, x)
     assert_same(trained(lambda x: data_parallel(module, x, ["cpu"] * count), module, x), expected)
@@ -57,7 +57,7 @@ def test_devices_may_be_objects_names_and_any_iterable(device_ids: Any) -> None:
     assert len(wrapper.device_ids) == 2
 
 
-def test_as_many_replicas_run_as_there_are_chunks() -> None:
+def test_one_replica_runs_per_chunk() -> None:
     shapes: list[int] = []
     module = Call(lambda m, x: shapes.append(len(x)) or x * m.weight)
     DataParallel(module, ["cpu"] * 5)(random_rows(3, 2))
@@ -96,7 +96,7 @@ def test_gradients_accumulate_over_backwards() -> None:
     assert_same(twice, gradients(module))
 
 
-def test_gradients_are_the_same_bits_in_each_run() -> None:
+def test_gradients_have_the_same_bits_in_each_run() -> None:
     module, x = small_net(), random_rows(50, 2)
     wrapper = DataParallel(module, ["cpu"] * 3)
     first = trained(wrapper, module, x)
@@ -114,7 +114,7 @@ def test_gradients_of_two_parameters_do_not_share_memory() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("count", COUNTS)
-def test_without_grad_outputs_are_the_same_and_need_no_gradient(mode: Any, count: int) -> None:
+def test_without_grad_outputs_are_the_same_and_require_no_gradient(mode: Any, count: int) -> None:
     states: list[bool] = []
     module, x = Call(lambda m, x: states.append(torch.is_grad_enabled()) or x * m.weight), random_rows()
     with mode():
@@ -125,7 +125,7 @@ def test_without_grad_outputs_are_the_same_and_need_no_gradient(mode: Any, count
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_autocast_holds_inside_and_gradients_stay_in_full_precision(count: int) -> None:
+def test_autocast_applies_in_replicas_and_gradients_stay_in_full_precision(count: int) -> None:
     module = nn.Linear(2, 2)
     x = torch.randn(6, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -137,7 +137,7 @@ def test_autocast_holds_inside_and_gradients_stay_in_full_precision(count: int) 
     assert module.weight.grad.dtype == torch.float32
 
 
-def test_gradients_may_be_enabled_inside_a_module_called_without() -> None:
+def test_a_module_called_without_grad_may_enable_it() -> None:
     def slope(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()

@@ -24,7 +24,7 @@ from paceline import DataParallel
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("count", COUNTS)
-def test_checkpointing_inside(use_reentrant: bool, count: int) -> None:
+def test_checkpointing_inside_the_module_works(use_reentrant: bool, count: int) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -37,7 +37,7 @@ def test_checkpointing_inside(use_reentrant: bool, count: int) -> None:
     assert_same_as_module(module, x, count=count)
 
 
-def test_checkpointing_by_a_function_that_goes_backward_itself() -> None:
+def test_checkpointing_by_a_function_that_calls_backward_works() -> None:
     class Again(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_checkpointing_by_a_function_that_goes_backward_itself() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_around(use_reentrant: bool) -> None:
+def test_checkpointing_around_the_wrapper_works(use_reentrant: bool) -> None:
     module, x = small_net(), random_rows().requires_grad_()
     wrapper = DataParallel(module, TWO)
     expected = trained(module, module, x)
@@ -105,7 +105,7 @@ def test_a_bound_method_kept_as_an_attribute_gets_gradients() -> None:
     assert_same(grads, trained(module, module, x))
 
 
-def test_weights_given_by_functional_call_get_the_gradients() -> None:
+def test_weights_passed_by_functional_call_get_the_gradients() -> None:
     module, x = nn.Linear(2, 2).double(), random_rows()
     given = random_rows(2, 2).requires_grad_()
     wrapper = DataParallel(module, TWO)
@@ -118,7 +118,7 @@ def test_weights_given_by_functional_call_get_the_gradients() -> None:
     assert_same(wrapper(x), module(x))
 
 
-def test_a_graph_kept_from_an_earlier_call() -> None:
+def test_a_module_may_use_a_graph_of_an_earlier_call() -> None:
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = x * m.weight
         for kept in [k for k in m.kept if len(k) == len(y)][:1]:

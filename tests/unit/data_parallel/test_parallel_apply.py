@@ -1,3 +1,5 @@
+"""parallel_apply: one thread per module, in the caller's context; errors keep their type."""
+
 import gc
 import threading
 import weakref
@@ -82,7 +84,7 @@ def test_no_modules_give_no_results() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_tuples_and_lists_are_arguments_and_anything_else_is_the_only_one(
+def test_a_tuple_or_list_holds_the_arguments_and_anything_else_is_the_only_one(
     given: object, seen: tuple[object, ...], count: int
 ) -> None:
     assert parallel_apply([Call(lambda *args: args)] * count, [given] * count) == [seen] * count
@@ -93,7 +95,7 @@ def test_a_tensor_is_one_argument_and_not_its_rows() -> None:
     assert len(seen) == 1
 
 
-def test_each_module_gets_its_own_keywords() -> None:
+def test_each_module_gets_its_own_keyword_arguments() -> None:
     modules = [Call(lambda x, *, by: x * by)] * 2
     assert parallel_apply(modules, [2, 3], [{"by": 10}, {"by": 100}]) == [20, 300]
 
@@ -166,7 +168,7 @@ def test_default_device_context_holds_in_every_thread() -> None:
         assert torch.get_default_device().type == "meta"
 
 
-def test_default_device_set_for_good_holds_in_every_thread() -> None:
+def test_default_device_set_globally_holds_in_every_thread() -> None:
     torch.set_default_device("meta")
     try:
         assert {y.device.type for y in apply_all(lambda: torch.ones(1))} == {"meta"}
@@ -175,7 +177,7 @@ def test_default_device_set_for_good_holds_in_every_thread() -> None:
         torch.set_default_device(None)
 
 
-def test_a_default_device_overridden_by_a_context_is_the_contexts_in_every_thread() -> None:
+def test_a_context_overrides_the_default_device_in_every_thread() -> None:
     torch.set_default_device("meta")
     try:
         with torch.device("cpu"):
@@ -240,7 +242,7 @@ def test_what_a_replica_changes_does_not_leak_into_the_caller(change: Callable[[
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_surroundings_of_the_caller_are_as_before(fails: bool) -> None:
+def test_the_callers_thread_context_is_restored(fails: bool) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16), torch.device("meta"):
         before = state()
         if fails:
@@ -265,7 +267,7 @@ def test_an_error_keeps_its_type_and_says_where_it_was_caught(index: int, kind: 
     assert "the reason" in message
 
 
-def test_an_error_in_a_single_module_is_told_the_same_way() -> None:
+def test_an_error_in_a_single_module_has_the_same_message() -> None:
     with pytest.raises(KeyError, match="Caught KeyError in replica 0 on device cpu"):
         parallel_apply(failing_at({0: KeyError("x")})[:1], [()])
 
@@ -355,7 +357,7 @@ def test_notes_of_an_error_are_kept() -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("index", [0, 1])
-def test_interrupts_pass_as_they_are(kind: type[BaseException], index: int) -> None:
+def test_interrupts_are_raised_unchanged(kind: type[BaseException], index: int) -> None:
     error = kind()
     with pytest.raises(kind) as caught:
         run_failing({index: error})

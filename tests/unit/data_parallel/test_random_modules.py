@@ -1,3 +1,5 @@
+"""Random modules have the same outputs and gradients with replicas as without."""
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -126,7 +128,9 @@ def results(
     count=st.sampled_from([1, 2, 3, 5]),
     seed=st.integers(0, 2**16),
 )
-def test_outputs_and_gradients_are_the_modules_own(net: nn.Module, rows: int, count: int, seed: int) -> None:
+def test_outputs_and_gradients_are_those_of_the_module(
+    net: nn.Module, rows: int, count: int, seed: int
+) -> None:
     module = nn.Sequential(net, nn.Linear(WIDTH, 2)).double()
     torch.manual_seed(seed)
     for parameter in module.parameters():
@@ -141,7 +145,9 @@ def test_outputs_and_gradients_are_the_modules_own(net: nn.Module, rows: int, co
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(net=NETS, rows=st.integers(1, 9), count=st.sampled_from([1, 2, 3, 5]))
-def test_backward_fills_every_trained_parameter_and_no_other(net: nn.Module, rows: int, count: int) -> None:
+def test_backward_fills_every_parameter_that_requires_a_gradient_and_no_other(
+    net: nn.Module, rows: int, count: int
+) -> None:
     module = nn.Sequential(net, nn.Linear(WIDTH, 2)).double()
     DataParallel(module, ["cpu"] * count)(torch.randn(rows, WIDTH, dtype=torch.double)).sum().backward()
     if count > 1:

@@ -1,3 +1,5 @@
+"""replicate: what replicas share with the module, and what is their own."""
+
 import copy
 import io
 import warnings
@@ -238,7 +240,7 @@ def test_what_is_none_in_the_module_is_none_in_replicas() -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_listings_of_a_replica_give_its_own_tensors_under_the_modules_names(detach: bool) -> None:
+def test_a_replica_lists_its_own_tensors_under_the_modules_names(detach: bool) -> None:
     module = Leaves()
     for replica in replicate(module, TWO, detach=detach):
         named = dict(replica.named_parameters())
@@ -249,7 +251,7 @@ def test_listings_of_a_replica_give_its_own_tensors_under_the_modules_names(deta
         torch.testing.assert_close(replica.state_dict(), module.state_dict())
 
 
-def test_trained_parameters_of_a_replica_are_connected_to_the_module() -> None:
+def test_a_replicas_parameters_are_connected_to_the_modules() -> None:
     for replica in replicate(Leaves(), TWO):
         assert all(p.requires_grad and not p.is_leaf for p in replica.parameters())
 
@@ -300,7 +302,7 @@ def test_recurrent_gradients_sum_into_the_module() -> None:
     torch.testing.assert_close(gradients(module), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_class_that_watches_assignments_is_told_each_parameter() -> None:
+def test_a_class_with_its_own_setattr_sees_each_parameter_assigned() -> None:
     class Watching(nn.Linear):
         def __setattr__(self, name: str, value: object) -> None:
             if name in {"weight", "bias"}:
@@ -316,7 +318,7 @@ def test_a_class_that_watches_assignments_is_told_each_parameter() -> None:
     assert module.watched_weight is module.weight
 
 
-def test_a_class_that_copies_itself_is_asked_for_each_replica() -> None:
+def test_a_class_with_its_own_copy_method_makes_each_replica() -> None:
     class Copying(nn.Linear):
         def _replicate_for_data_parallel(self) -> nn.Module:
             replica = super()._replicate_for_data_parallel()

@@ -1,3 +1,5 @@
+"""scatter and scatter_kwargs: tensors are chunked, containers rebuilt, errors name the path."""
+
 import gc
 import re
 import weakref
@@ -48,20 +50,20 @@ def test_chunks_are_torchs_chunks(count: int, devices: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_any_dimension_may_be_cut(dim: int) -> None:
+def test_any_dimension_may_be_scattered(dim: int) -> None:
     x = torch.arange(4.0 * 6 * 8).reshape(4, 6, 8)
     pieces = scatter({"x": x}, cpus(2), dim)
     assert [piece["x"].size(dim) for piece in pieces] == [x.size(dim) // 2] * 2
     assert torch.equal(torch.cat([piece["x"] for piece in pieces], dim), x)
 
 
-def test_no_rows_give_every_device_an_empty_piece() -> None:
+def test_an_empty_tensor_gives_every_device_an_empty_chunk() -> None:
     pieces = scatter([numbered(0, 3), "x"], cpus(3))
     assert [(piece[0].shape, piece[1]) for piece in pieces] == [((0, 3), "x")] * 3
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_pieces_on_one_device_are_views_of_the_input(devices: int) -> None:
+def test_chunks_on_one_device_are_views_of_the_input(devices: int) -> None:
     x = numbered(6)
     pieces = scatter(x, cpus(devices))
     assert {piece.untyped_storage().data_ptr() for piece in pieces} == {x.untyped_storage().data_ptr()}
@@ -69,7 +71,7 @@ def test_pieces_on_one_device_are_views_of_the_input(devices: int) -> None:
     assert all(not piece.any() for piece in pieces)
 
 
-def test_each_piece_is_on_its_device() -> None:
+def test_each_chunk_is_on_its_device() -> None:
     pieces = scatter((numbered(4), Pair(numbered(4), 1)), ["cpu", "meta"])
     assert [piece[0].device.type for piece in pieces] == ["cpu", "meta"]
     assert [piece[1].a.device.type for piece in pieces] == ["cpu", "meta"]
@@ -94,7 +96,7 @@ def test_every_dtype_is_kept(dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat(pieces), x)
 
 
-def test_a_strided_input_is_cut_without_a_copy() -> None:
+def test_a_strided_input_is_scattered_without_a_copy() -> None:
     x = numbered(4, 6).T
     pieces = scatter(x, cpus(2))
     assert [piece.stride() for piece in pieces] == [x.stride()] * 2
@@ -110,7 +112,7 @@ def test_a_tensor_subclass_alone_gives_a_tuple() -> None:
     assert [type(pieces), *map(type, pieces)] == [tuple, Tagged, Tagged]
 
 
-def test_a_parameter_is_cut_into_tensors_that_lead_back_to_it() -> None:
+def test_chunks_of_a_parameter_lead_back_to_it() -> None:
     weight = torch.nn.Parameter(numbered(4))
     first, _ = scatter(weight, cpus(2))
     first.sum().backward()
@@ -162,7 +164,7 @@ def test_a_container_gives_a_list_of_its_type(container: Any) -> None:
     assert [len(piece) for piece in pieces] == [len(container)] * 2
 
 
-def test_what_a_container_knows_of_itself_is_kept() -> None:
+def test_container_settings_are_kept() -> None:
     table, queue = scatter((defaultdict(list, x=numbered(2)), deque([numbered(2)], maxlen=5)), cpus(1))[0]
     assert table["new"] == []
     assert queue.maxlen == 5
@@ -172,7 +174,7 @@ def test_a_counter_keeps_its_counts() -> None:
     assert scatter(Counter("aab"), cpus(2)) == [Counter("aab")] * 2
 
 
-def test_a_return_type_of_torch_is_scattered_by_name() -> None:
+def test_a_torch_return_type_is_scattered() -> None:
     pieces = scatter(numbered(4).max(1), cpus(2))
     assert [piece.values.tolist() for piece in pieces] == [[1, 3], [5, 7]]
     assert [piece.indices.tolist() for piece in pieces] == [[1, 1], [1, 1]]
@@ -187,7 +189,7 @@ def test_other_objects_and_empty_containers_are_shared_by_reference(leaf: Any) -
     assert all(piece["leaf"] is leaf for piece in scatter({"leaf": leaf, "x": numbered(4)}, cpus(2)))
 
 
-def test_kinds_nest_in_each_other() -> None:
+def test_containers_of_different_types_may_be_nested() -> None:
     nest = [Plain({"k": deque([Box(Pair(numbered(4), 1))])}, note=(numbered(4), []))]
     pieces = scatter(nest, cpus(2))
     assert [piece[0].x["k"][0].items[0].a.tolist() for piece in pieces] == [
@@ -197,7 +199,7 @@ def test_kinds_nest_in_each_other() -> None:
     assert [piece[0].note[0].size(0) for piece in pieces] == [2, 2]
 
 
-def test_pieces_do_not_share_their_containers() -> None:
+def test_replicas_do_not_share_containers() -> None:
     first, second = scatter({"x": numbered(4), "inner": {"y": 1}}, cpus(2))
     first["inner"]["y"] = 2
     assert second["inner"]["y"] == 1
@@ -216,13 +218,13 @@ def test_gradients_of_first_and_second_order(dtype: torch.dtype, devices: int, d
     assert gradgradcheck(lambda x: cut(x, devices, dim), x)
 
 
-def test_an_unused_piece_gives_no_gradient_to_its_rows() -> None:
+def test_an_unused_chunk_gives_no_gradient_to_its_rows() -> None:
     x = numbered(4).requires_grad_()
     (scatter([x], cpus(2))[1][0] * 3).sum().backward()
     assert torch.equal(x.grad, torch.tensor([[0.0, 0], [0, 0], [3, 3], [3, 3]]))
 
 
-def test_pieces_need_a_gradient_only_where_the_input_does() -> None:
+def test_chunks_require_a_gradient_only_if_the_input_does() -> None:
     first, second = numbered(4).requires_grad_(), numbered(4)
     assert [(a.requires_grad, b.requires_grad) for a, b in scatter((first, second), cpus(2))] == [
         (True, False),
@@ -281,7 +283,7 @@ each_mistake = pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKE
 
 
 @each_mistake
-def test_a_mistake_is_named_and_the_next_call_works(mistake: Mistake) -> None:
+def test_an_error_names_the_input_and_the_next_call_works(mistake: Mistake) -> None:
     with pytest.raises(mistake.error, match=re.escape(mistake.text)):
         scatter(mistake.inputs, mistake.devices, mistake.dim)
     assert [piece.size(0) for piece in scatter(numbered(4), cpus(2))] == [2, 2]
@@ -289,19 +291,19 @@ def test_a_mistake_is_named_and_the_next_call_works(mistake: Mistake) -> None:
 
 @each_mistake
 @pytest.mark.parametrize("side", ["inputs", "kwargs"])
-def test_scatter_kwargs_refuses_the_same_mistakes_on_both_sides(mistake: Mistake, side: str) -> None:
+def test_scatter_kwargs_refuses_wrong_positional_and_keyword_arguments(mistake: Mistake, side: str) -> None:
     inputs, kwargs = ((mistake.inputs,), None) if side == "inputs" else ((), {"k": mistake.inputs})
     with pytest.raises(mistake.error):
         scatter_kwargs(inputs, kwargs, mistake.devices, mistake.dim)
     assert len(scatter_kwargs((numbered(4),), None, cpus(2))[0]) == 2
 
 
-def test_no_arguments_do_not_excuse_an_unknown_device() -> None:
+def test_an_unknown_device_is_refused_without_arguments_too() -> None:
     with pytest.raises(DeviceError, match="nowhere"):
         scatter_kwargs((), {}, ["nowhere"])
 
 
-def test_a_mistake_in_a_keyword_argument_is_named_by_its_keyword() -> None:
+def test_an_error_in_a_keyword_argument_names_the_keyword() -> None:
     with pytest.raises(DimensionError, match=re.escape("kwargs['mask'] cannot be scattered")):
         scatter_kwargs((numbered(4),), {"mask": torch.ones(4)}, cpus(2), dim=1)
 
@@ -318,7 +320,7 @@ def test_a_mistake_in_a_keyword_argument_is_named_by_its_keyword() -> None:
     ],
     ids=["fewer kwargs", "fewer inputs", "one row of kwargs", "no kwargs", "no inputs", "no rows"],
 )
-def test_the_shorter_side_is_filled_up_to_the_longer(
+def test_the_shorter_of_inputs_and_kwargs_is_filled_up(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: int, sizes: tuple[list[Any], list[Any]]
 ) -> None:
     positional, keyword = scatter_kwargs(inputs, kwargs, cpus(devices))
@@ -328,7 +330,7 @@ def test_the_shorter_side_is_filled_up_to_the_longer(
     assert all(type(piece) is dict for piece in keyword)
 
 
-def test_several_inputs_do_not_change_how_much_is_filled_up() -> None:
+def test_the_number_of_inputs_does_not_change_how_many_are_filled_up() -> None:
     positional, keyword = scatter_kwargs((numbered(4), numbered(4), 1, 2, 3), {"k": numbered(1)}, cpus(4))
     assert (len(positional), len(keyword)) == (4, 4)
 
@@ -351,7 +353,7 @@ def test_no_reference_cycle_is_left_behind() -> None:
 
 @each_mistake
 @pytest.mark.usefixtures("no_gc")
-def test_no_reference_cycle_is_left_behind_by_a_mistake(mistake: Mistake) -> None:
+def test_no_reference_cycle_is_left_behind_by_an_error(mistake: Mistake) -> None:
     beside = numbered(4)
     try:
         scatter([mistake.inputs, beside], mistake.devices, mistake.dim)

@@ -203,7 +203,7 @@ def test_gather_undoes_scatter_bit_for_bit(case: Case) -> None:
 
 @few
 @given(cases())
-def test_pieces_are_torchs_chunks_of_every_tensor(case: Case) -> None:
+def test_scatter_gives_torchs_chunks_of_every_tensor(case: Case) -> None:
     pieces = scatter(case.structure, case.devices, case.dim)
     wholes = list(found(case.structure, anywhere))
     columns = [list(found(piece, anywhere)) for piece in pieces]
@@ -217,7 +217,7 @@ def test_pieces_are_torchs_chunks_of_every_tensor(case: Case) -> None:
 
 @few
 @given(cases(), st.integers(0, 9))
-def test_the_gradient_that_comes_back_is_the_one_that_was_sent(case: Case, seed: int) -> None:
+def test_gather_and_scatter_pass_gradients_unchanged(case: Case, seed: int) -> None:
     gathered = gather(scatter(case.structure, case.devices, case.dim), "cpu", case.dim)
     before, after = (list(found(obj, in_graph)) for obj in (case.structure, gathered))
     assert len(before) == len(after)
@@ -228,7 +228,7 @@ def test_the_gradient_that_comes_back_is_the_one_that_was_sent(case: Case, seed:
 
 @few
 @given(cases((0,)), cases((0,)))
-def test_scatter_kwargs_gives_both_sides_a_piece_a_call(one: Case, other: Case) -> None:
+def test_scatter_kwargs_gives_as_many_inputs_as_kwargs(one: Case, other: Case) -> None:
     positional, keyword = scatter_kwargs((one.structure,), {"k": other.structure}, one.devices)
     assert len(positional) == len(keyword) <= len(one.devices)
     gathered = gather([piece for piece in positional if piece], "cpu")

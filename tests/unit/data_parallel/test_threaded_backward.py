@@ -34,7 +34,7 @@ def gradients(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def test_an_output_that_is_a_leaf_from_outside_gets_its_gradient() -> None:
+def test_an_outside_leaf_that_is_returned_gets_its_gradient() -> None:
     outside = torch.ones(2, 3, dtype=torch.double, requires_grad=True)
     first, second = DataParallel(Call(lambda m, x: (m.linear(x), outside)), TWO)(rows())
     (first.sum() + second.sum()).backward()
@@ -57,7 +57,7 @@ def test_a_replica_that_uses_another_replicas_parameter_gives_it_its_gradient() 
     assert_same(got[0], gradients(module, module(x).square().sum())[0])
 
 
-def test_a_write_into_the_input_is_noticed_by_what_the_caller_saved() -> None:
+def test_a_write_to_the_input_changes_the_version_of_the_callers_tensor() -> None:
     weight, x = rows().requires_grad_(), rows()
     saved = weight * x
     output = DataParallel(Call(lambda m, x: m.linear(x.mul_(0))), TWO)(x)
@@ -68,7 +68,9 @@ def test_a_write_into_the_input_is_noticed_by_what_the_caller_saved() -> None:
 @pytest.mark.parametrize("aux_first", [False, True])
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_loss_over_what_forward_left_outside_its_outputs(aux_first: bool, depth: int, count: int) -> None:
+def test_a_loss_may_use_tensors_that_forward_left_outside_its_outputs(
+    aux_first: bool, depth: int, count: int
+) -> None:
     kept: list[torch.Tensor] = []
 
     def forward(m: Call, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ def test_a_loss_over_what_forward_left_outside_its_outputs(aux_first: bool, dept
     assert_same(gradients(module, loss(DataParallel(module, ["cpu"] * count))), expected)
 
 
-def test_one_tensor_twice_in_an_output_stays_one() -> None:
+def test_a_tensor_that_is_returned_twice_stays_one_tensor() -> None:
     def forward(m: Call, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = m.linear(x)
         return y, y
@@ -101,7 +103,7 @@ def test_one_tensor_twice_in_an_output_stays_one() -> None:
     assert_same(got, gradients(module, (module(rows())[0] * 3).square().sum()))
 
 
-def test_one_gradient_given_to_two_outputs_counts_for_both() -> None:
+def test_one_gradient_passed_for_two_outputs_counts_for_both() -> None:
     def second_order(call: nn.Module) -> list[torch.Tensor]:
         x, weights = rows(count=2).requires_grad_(), torch.ones(1, 3, dtype=torch.double, requires_grad=True)
         outputs = [tensor for output in call(x) for tensor in output]
@@ -113,7 +115,7 @@ def test_one_gradient_given_to_two_outputs_counts_for_both() -> None:
     assert_same(second_order(DataParallel(module, TWO, gather="list")), second_order(halves))
 
 
-def test_a_backward_of_which_no_code_can_be_seen_is_left_to_the_engine() -> None:
+def test_a_backward_without_python_code_is_left_to_the_engine() -> None:
     class Odd(torch.autograd.Function):
         @staticmethod
         def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +185,7 @@ class Loud(nn.Linear):
         return super().forward(x)
 
 
-def test_a_part_that_changed_its_class_is_copied_as_its_new_class_wants() -> None:
+def test_a_submodule_with_a_new_class_is_copied_in_the_way_of_that_class() -> None:
     module = nn.Sequential(nn.Linear(3, 3).double())
     wrapper = DataParallel(module, TWO)
     wrapper(rows())
@@ -199,7 +201,7 @@ class OwnText(Exception):  # noqa: N818 - short
         return self.text
 
 
-def test_an_error_that_shows_its_own_text_has_the_replica_in_a_note() -> None:
+def test_an_error_with_its_own_str_names_the_replica_in_a_note() -> None:
     def forward(_m: Call, _x: torch.Tensor) -> None:
         raise OwnText("boom")
 

@@ -24,7 +24,7 @@ import paceline.nn.parallel
 from paceline import DataParallel, gather, parallel_apply, replicate, scatter_kwargs
 
 
-def test_replicas_do_not_see_the_attributes_that_another_sets() -> None:
+def test_replicas_do_not_see_each_others_attributes() -> None:
     everyone = threading.Barrier(3, timeout=30)
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_replicas_do_not_see_the_attributes_that_another_sets() -> None:
     assert not hasattr(module.child, "mine")
 
 
-def test_one_wrapper_used_from_two_threads() -> None:
+def test_one_wrapper_may_be_used_from_two_threads() -> None:
     module = small_net()
     wrapper = DataParallel(module, TWO)
     inputs = [random_rows(), random_rows(4, 2)]
@@ -66,7 +66,7 @@ def test_one_wrapper_used_from_two_threads() -> None:
 
 @pytest.mark.parametrize("outer", [1, 2, 3])
 @pytest.mark.parametrize("inner", [1, 2])
-def test_a_wrapper_inside_a_wrapper(outer: int, inner: int) -> None:
+def test_a_wrapper_may_be_inside_a_wrapper(outer: int, inner: int) -> None:
     module = nn.Sequential(DataParallel(small_net(), ["cpu"] * inner), nn.Tanh())
     x = random_rows(7, 2)
     assert_same_as_module(module, x, count=outer)
@@ -125,13 +125,13 @@ def test_a_subclass_may_change_the_replicas_weights() -> None:
     assert_same(trained(Own(module, TWO), module, x)[1]["weight"], expected)
 
 
-def test_it_is_torchs_data_parallel_by_type() -> None:
+def test_it_is_an_instance_of_torchs_data_parallel() -> None:
     wrapper = DataParallel(nn.Linear(2, 2), TWO)
     assert isinstance(wrapper, nn.DataParallel)
     assert paceline.nn.parallel.DataParallel is paceline.nn.DataParallel is DataParallel
 
 
-def test_the_state_dict_has_the_modules_names_behind_a_prefix() -> None:
+def test_the_state_dict_has_the_modules_names_with_a_prefix() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrapper = DataParallel(module, TWO)
     wrapper(torch.randn(4, 2))
@@ -155,7 +155,7 @@ def by_torch_save(wrapper: DataParallel[nn.Module]) -> DataParallel[nn.Module]:
 
 @pytest.mark.parametrize("duplicate", [by_pickle, by_torch_save, copy.deepcopy])
 @pytest.mark.parametrize("policy", ["cat", "mean"])
-def test_a_used_wrapper_can_be_copied_and_the_copy_is_its_own(duplicate: Any, policy: Any) -> None:
+def test_a_used_wrapper_can_be_copied_and_the_copy_is_independent(duplicate: Any, policy: Any) -> None:
     wrapper = DataParallel(small_net(), TWO, gather=policy)
     x = random_rows()
     expected = trained(wrapper, wrapper.module, x)

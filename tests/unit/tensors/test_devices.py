@@ -1,3 +1,5 @@
+"""Which device a name or an index means, and copies to a device."""
+
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -115,7 +117,7 @@ def test_a_device_that_is_not_here_is_refused_by_name(device: Any) -> None:
 
 
 @pytest.mark.parametrize("device", NO_DEVICE)
-def test_what_is_no_device_is_refused(device: Any) -> None:
+def test_anything_else_than_a_device_is_refused(device: Any) -> None:
     with pytest.raises(DeviceError, match="a device must be an index, a name or") as caught:
         dev.resolve(device)
     assert repr(device) in str(caught.value)
@@ -153,18 +155,18 @@ def test_without_an_accelerator_the_cpu_is_current() -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
-def test_plain_devices_have_no_stream_and_need_no_switch(device: torch.device) -> None:
+def test_cpu_and_meta_have_no_stream_and_need_no_switch(device: torch.device) -> None:
     assert dev.current_stream(device) is None
     with dev.use_device(device):
         pass
 
 
-def test_a_tensor_that_is_there_is_sent_as_itself() -> None:
+def test_a_tensor_on_the_device_is_returned_as_it_is() -> None:
     x = torch.ones(2)
     assert dev.send(x, CPU) is x
 
 
-def test_a_tensor_is_sent_to_another_device() -> None:
+def test_a_tensor_is_copied_to_another_device() -> None:
     assert dev.send(torch.ones(2), META).device == META
 
 

@@ -1,3 +1,5 @@
+"""Containers are opened and rebuilt as their own type; paths are written as Python does."""
+
 import dataclasses
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
@@ -264,7 +266,7 @@ def test_an_empty_container_has_no_leaves_and_is_rebuilt(empty: Any) -> None:
     assert type(tree.map_leaves(lambda value: (value,), empty)) is type(empty)
 
 
-def test_leaves_come_in_order_through_every_kind() -> None:
+def test_leaves_come_in_order_through_every_container() -> None:
     nest = [1, (2, {"a": 3, "b": Pair(4, deque([5]))}), Plain(6, Box(7)), [], OrderedDict(z=8, y=9)]
     assert [*tree.leaves(nest)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
@@ -299,11 +301,11 @@ def paths(obj: Any, path: tree.KeyPath = None) -> list[str]:
     ],
     ids=lambda value: "" if isinstance(value, list) else type(value).__name__,
 )
-def test_a_path_is_shown_as_python_writes_it(obj: Any, expected: list[str]) -> None:
+def test_a_path_is_formatted_as_python_writes_it(obj: Any, expected: list[str]) -> None:
     assert paths(obj) == expected
 
 
-def test_a_field_is_a_string_shown_as_an_attribute() -> None:
+def test_an_attribute_key_is_a_string_formatted_as_an_attribute() -> None:
     assert AttributeKey("x") == "x"
     assert tree.format_path((None, AttributeKey("x")), "root") == "root.x"
     assert tree.format_path((None, "x"), "root") == "root['x']"
@@ -324,5 +326,5 @@ def test_a_field_is_a_string_shown_as_an_attribute() -> None:
     ],
     ids=repr,
 )
-def test_is_namedtuple(obj: object, expected: bool) -> None:
+def test_is_namedtuple_tells_namedtuples_from_other_types(obj: object, expected: bool) -> None:
     assert tree.is_namedtuple(obj) is expected
