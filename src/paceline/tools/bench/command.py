@@ -23,7 +23,7 @@ from paceline.tools.bench.steps import Budget, Measured, time_steps
 from paceline.tools.bench.table import show_collectives, show_steps
 from paceline.tools.bench.training import Subject
 from paceline.tools.run import agent
-from paceline.tools.run.failures import Failure
+from paceline.tools.run.failures import means_lost_rank
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 STEP_SIDES = (Side("torch"), Side("torch", "backend"), Side("paceline"))
@@ -51,7 +51,7 @@ class Options:
     @property
     def threads(self) -> int:
         """How many each rank has: as under ``paceline run``."""
-        return int(agent.environment(self.ranks)["OMP_NUM_THREADS"])
+        return int(agent.rank_environment(self.ranks)["OMP_NUM_THREADS"])
 
     def as_json(self) -> dict[str, Any]:
         """All of them, also what follows from them."""
@@ -157,7 +157,7 @@ def bench(
 
 def _crowd() -> list[str]:
     """Word of others who use the cores, before we do."""
-    load, cores = os.getloadavg()[0], agent.cores()
+    load, cores = os.getloadavg()[0], agent.available_cores()
     if load <= BUSY * cores:
         return []
     return [
@@ -263,8 +263,7 @@ def _cause(error: RanksError) -> Exception:
 
 def _is_consequence(error: Exception) -> bool:
     types = [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__]
-    root = {"types": types, "message": str(error)}
-    return Failure(rank=0, host="", pid=0, time=0.0, exit_code=1, roots=[root]).is_consequence
+    return means_lost_rank(types, str(error))
 
 
 def _say(text: str) -> None:
