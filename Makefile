@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 DEMO   := build/demo
 ACCEPTANCE := tests/docs tests/libraries
 
-.PHONY: demo test acceptance docs conformance torture check bench format clean
+.PHONY: demo test acceptance docs conformance torture check bench figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
@@ -32,7 +32,7 @@ docs: $(READY)
 conformance: $(READY)
 	$(BIN)/python tests/conformance/torch_suite/run.py --wrapper paceline
 
-# The table of what torch's wrapper and ours make of awkward models, and the README's sums of it.
+# What torch's wrapper and ours make of awkward models: docs/figures.json, and the tables of the pages.
 torture: $(READY)
 	$(BIN)/python tests/support/torture_table.py --write
 
@@ -44,6 +44,13 @@ bench: $(READY)
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/ddp.py
 	$(BIN)/python benchmarks/collectives.py
+
+# The figures of the docs, measured anew on this machine, which should be idle; hosts and hooks need root.
+figures: $(READY)
+	for name in data_parallel ranks ddp collectives hosts hooks; do \
+		$(BIN)/python benchmarks/$$name.py --figures docs/figures.json || exit 1; \
+	done
+	$(BIN)/python benchmarks/figures.py --write
 
 format: $(READY)
 	$(BIN)/ruff format

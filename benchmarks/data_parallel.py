@@ -1,6 +1,6 @@
-"""What DataParallel and its parts cost, against torch where torch can run and the module itself elsewhere.
+"""What DataParallel and its parts cost, compared with torch where torch can run, else with the module itself.
 
-python benchmarks/data_parallel.py [--json FILE]
+python benchmarks/data_parallel.py [--json FILE] [--figures FILE]
 """
 
 import argparse
@@ -10,13 +10,12 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.parallel.scatter_gather as torch_scatter_gather
-from aims import Row, report
+from targets import Row, add_output_options, report, save_figures
 from torch import nn
 
 import paceline
@@ -101,12 +100,12 @@ def forward_and_backward() -> Row:
         rounds=40,
     )
     speed = timings["one thread"].median / timings["two replicas"].median
-    what = "forward + backward of a conv net, one intra-op thread a replica"
+    what = "forward + backward of a conv net, one intra-op thread per replica"
     return Row(what, timings, "times as fast", speed, 1.6, at_most=False)
 
 
 class Wide(nn.Module):
-    """500 parameters of which forward uses two, so that what the wrapper adds can be told apart."""
+    """500 parameters of which forward uses two, so that the module itself takes little time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,13 +170,14 @@ def _ratio(what: str, timings: dict[str, Timing], target: float) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(description="Time DataParallel and its parts.")
+    add_output_options(parser)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     rows = [scatter_of_a_tensor(), scatter_of_a_structure(), forward_and_backward(), *call_again()]
     report("DataParallel", rows, arguments.json)
+    save_figures(arguments.figures, "data_parallel", rows)
 
 
 if __name__ == "__main__":

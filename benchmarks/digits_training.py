@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, hooks
 
-BATCH = 32  # a rank
+BATCH = 32  # per rank
 PERIOD = 4
 
 HOOKS: Mapping[str, Callable[[], hooks.Hook | None]] = {
@@ -32,10 +32,10 @@ def network() -> nn.Module:
 
 
 def accuracy_on_rank(rank: int, hook_name: str, seed: int, epochs: int) -> float:
-    """Train on this rank's half of each batch, and return the share of test images that are told right."""
+    """Train on this rank's part of each batch, and return the test accuracy."""
     images, labels, test_images, test_labels = _data()
     torch.manual_seed(seed)
-    # As ranks on several hosts: in shared memory there would be nothing to compress.
+    # Like ranks on several hosts: in shared memory nothing is compressed.
     ddp = DistributedDataParallel(network(), transport="c10d")
     hook = HOOKS[hook_name]()
     if hook is not None:

@@ -1,32 +1,32 @@
 """What communication hooks cost and save: step time over slow links, bytes sent, and what a network learns.
 
 python benchmarks/hooks.py [--parts links digits] [--rates RATE ...] [--rounds N] [--seeds N] [--epochs N]
-                           [--quick] [--json FILE]
+                           [--quick] [--json FILE] [--figures FILE]
 
-Links: two ranks, one in each of two network namespaces, with a link between them that carries no more than a
-rate. A step is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds every side's
-copy of a model of 1.3M parameters; the sides take turns, which last until the slower rank is done. Bytes are
-those that the link has counted. Needs root, to make the namespaces.
+Links: two ranks, one in each of two network namespaces, with a link of limited rate between them. A step is
+zero_grad, forward, backward and plain SGD. Each rank has one thread and holds a copy of a model of 1.3M
+parameters for every side. The sides take turns; a turn is over when the slower rank is done. Bytes are
+counted at the link. Needs root, to make the namespaces.
 
-Digits: a small network trained on two ranks, the same seeds under every hook.
+Digits: a small network is trained on two ranks, with the same seeds under every hook.
 """
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from aims import Row, report
 from digits_training import HOOKS, accuracy_on_rank
-from links import Counts, by_turn, check_same_gradients, stepper
+from links import SecondsAndBytes, by_turn, check_same_gradients, stepper
 from rich.console import Console
 from rich.table import Table
+from targets import Row, add_output_options, report, save_figures
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -38,7 +38,7 @@ from paceline.tools.bench.measure import Size, machine, ratio, samples, size, sl
 
 WORLD = 2
 RATES = ("100mbit", "1gbit")
-# As many steps in a row as post-local SGD takes from one average to the next, so that a turn has one.
+# The period of post-local SGD, so that each turn has one average of parameters.
 STEPS = 4
 WARMUPS = 1
 RANK = 4
@@ -59,7 +59,7 @@ def torch_side(state: Any = None, hook: Callable[..., Any] | None = None, **opti
 
 
 def torch_power_sgd() -> nn.Module:
-    # The earliest start that it allows.
+    # The earliest start that torch allows.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     # In one bucket: with two, ranks mix up the collectives of its callbacks, and gloo aborts.
     return torch_side(state, powerSGD_hook.powerSGD_hook, bucket_cap_mb=25)
@@ -94,8 +94,8 @@ def average_parameters(wrapped: nn.Module, hook: hooks.Hook | None) -> None:
         hook.average_parameters(wrapped.parameters())
 
 
-def steps_on_rank(rank: int, hosts: Hosts, rounds: int) -> Counts:
-    """Seconds a step and bytes a step of each side, a value a round."""
+def steps_on_rank(rank: int, hosts: Hosts, rounds: int) -> SecondsAndBytes:
+    """Seconds per step and bytes per step of each side, one value per round."""
     with hosts.group(rank, world=WORLD, host=rank):
         torch.manual_seed(rank)
         batch = torch.randn(8, 512)
@@ -125,16 +125,17 @@ def link_row(name: str, rate: str, seconds: Mapping[str, Sequence[float]], sent:
     value, spread = ratio(seconds[name], seconds[BASE])
     return Row(
         f"{name} at {rate}",
-        {"a step": timing(seconds[name]), "sent a step by a rank": sent},
-        f"times {BASE}",
+        {"step": timing(seconds[name]), "sent": sent},
+        f"step / {BASE}",
         value,
         None,
         spread=spread,
+        case={"hook": name, "rate": rate},
     )
 
 
 def digits(seeds: int, epochs: int) -> dict[str, list[float]]:
-    """Each hook's accuracies, a value a seed."""
+    """Each hook's accuracies, one value per seed."""
     found: dict[str, list[float]] = {}
     with RankPool(WORLD, timeout=TIMEOUT_SECONDS) as pool:
         for name in HOOKS:
@@ -143,16 +144,26 @@ def digits(seeds: int, epochs: int) -> dict[str, list[float]]:
     return found
 
 
-def report_digits(found: Mapping[str, Sequence[float]], epochs: int) -> None:
-    seeds = len(next(iter(found.values())))
+def accuracy_summary(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """The mean, the standard deviation and the range of each hook's accuracies."""
+    return {
+        name: {
+            "mean": statistics.mean(values),
+            "deviation": statistics.stdev(values) if len(values) > 1 else math.nan,
+            "lowest": min(values),
+            "highest": max(values),
+        }
+        for name, values in found.items()
+    }
+
+
+def report_digits(accuracy: Mapping[str, Mapping[str, float]], seeds: int, epochs: int) -> None:
     table = Table(title=f"Test accuracy on the digits, {epochs} epochs, {seeds} seeds", caption=machine())
     for column in ("hook", "mean", "standard deviation", "lowest to highest"):
         table.add_column(column)
-    for name, values in found.items():
-        spread = f"{statistics.stdev(values):.2%}" if seeds > 1 else "-"
-        table.add_row(
-            name, f"{statistics.mean(values):.2%}", spread, f"{min(values):.2%} to {max(values):.2%}"
-        )
+    for name, values in accuracy.items():
+        spread = f"{values['lowest']:.2%} to {values['highest']:.2%}"
+        table.add_row(name, f"{values['mean']:.2%}", f"{values['deviation']:.2%}", spread)
     Console(width=120).print(table)
 
 
@@ -160,20 +171,20 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure communication hooks.")
     parser.add_argument("--parts", nargs="+", choices=("links", "digits"), default=("links", "digits"))
     parser.add_argument("--rates", nargs="+", default=RATES, metavar="RATE", help=f"default: {RATES}")
-    parser.add_argument(
-        "--rounds", type=int, default=8, help="turns of each side that are timed (default: 8)"
-    )
+    parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side (default: 8)")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of each hook (default: 5)")
     parser.add_argument("--epochs", type=int, default=20, help="of each training (default: 20)")
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds, 2 seeds, 4 epochs, to see that all works"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the links' figures here too")
+    add_output_options(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seeds, arguments.epochs = 2, 2, 4
     if arguments.rounds < 2:
         parser.error("quartiles need two rounds or more")
+    if arguments.figures is not None and (len(arguments.parts) < 2 or arguments.seeds < 2):
+        parser.error("figures need both parts, and two seeds or more (options: --figures, --parts, --seeds)")
     if "links" in arguments.parts and (reason := why_not()) is not None:
         parser.error(f"no links can be made: {reason}; run as root, or with --parts digits")
     return arguments
@@ -181,14 +192,17 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    rows: list[Row] = []
+    accuracy: dict[str, dict[str, float]] = {}
     if "digits" in arguments.parts:
-        report_digits(digits(arguments.seeds, arguments.epochs), arguments.epochs)
+        accuracy = accuracy_summary(digits(arguments.seeds, arguments.epochs))
+        report_digits(accuracy, arguments.seeds, arguments.epochs)
     if "links" in arguments.parts:
-        rows: list[Row] = []
         for rate in arguments.rates:
             print(f"timing at {rate}", file=sys.stderr)
             rows += link_rows(rate, arguments.rounds)
         report("Steps of two ranks with a link of limited rate between them", rows, arguments.json)
+    save_figures(arguments.figures, "hooks", rows, accuracy=accuracy)
 
 
 if __name__ == "__main__":

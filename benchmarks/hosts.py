@@ -1,24 +1,24 @@
-"""Hosts of several ranks: step time and bytes between hosts, torch's flat gloo against paceline's hierarchy.
+"""Hosts of several ranks: step time and bytes between hosts, torch's flat gloo and paceline's hierarchy.
 
 python benchmarks/hosts.py [--models NAME ...] [--rate RATE] [--rounds N] [--quick] [--json FILE]
+                           [--figures FILE]
 
 Two network namespaces stand for hosts, with two ranks each and a link of limited rate between them. A step
 is zero_grad, forward, backward and plain SGD. Each rank has one thread and holds a copy of the model for
-each side; the sides take turns, which last until the slowest rank is done. Bytes are those that the link has
-counted, of the host that sent more. One exchange a host needs at least as many as the gradients have:
-2 N (H-1)/H at two hosts. Needs root, to make the namespaces.
+each side. The sides take turns; a turn is over when the slowest rank is done. Bytes are counted at the link,
+of the host that sent more. An all-reduce of N bytes between H hosts needs at least 2 N (H-1)/H per host: N
+with two hosts. Needs root, to make the namespaces.
 """
 
 import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from aims import Row, report
-from links import Counts, by_turn, check_same_gradients, stepper
+from links import SecondsAndBytes, by_turn, check_same_gradients, stepper
+from targets import Row, add_output_options, report, save_figures
 from torch import nn
 
 import paceline
@@ -28,7 +28,7 @@ from paceline.tools.bench.measure import ratio, samples, size, slowest, timing
 from paceline.tools.bench.models import MODELS, Model
 
 HOSTS = 2
-RANKS = 2  # a host
+RANKS = 2  # per host
 STEPS = 2
 WARMUPS = 2
 TIMEOUT_SECONDS = 3600.0
@@ -54,8 +54,8 @@ def wrap(side: str, model: Model) -> nn.Module:
     return paceline.DistributedDataParallel(model.build())
 
 
-def steps_on_rank(rank: int, hosts: Hosts, name: str, rounds: int) -> Counts:
-    """Seconds a step and bytes a step of each side, a value a round."""
+def steps_on_rank(rank: int, hosts: Hosts, name: str, rounds: int) -> SecondsAndBytes:
+    """Seconds per step and bytes per step of each side, one value per round."""
     with hosts.group(rank, world=HOSTS * RANKS, host=rank // RANKS):
         model = LINKED[name]
         sides = {side: wrap(side, model) for side in (TORCH, PACELINE)}
@@ -81,40 +81,45 @@ def rows(name: str, rate: str, rounds: int) -> list[Row]:
             timeout=TIMEOUT_SECONDS,
             backend=None,
         )
-    what = f"{LINKED[name].what} at {rate}"
-    return [time_row(what, slowest([seconds for seconds, _ in ranks])), bytes_row(what, name, ranks)]
+    return [time_row(name, rate, slowest([seconds for seconds, _ in ranks])), bytes_row(name, rate, ranks)]
 
 
-def time_row(what: str, seconds: Mapping[str, Sequence[float]]) -> Row:
+def time_row(name: str, rate: str, seconds: Mapping[str, Sequence[float]]) -> Row:
     value, spread = ratio(seconds[PACELINE], seconds[TORCH])
     return Row(
-        what,
+        f"step of {LINKED[name].what} at {rate}",
         {side: timing(values) for side, values in seconds.items()},
-        "step time, times torch's",
+        "paceline / torch",
         value,
         TARGET,
         spread=spread,
+        case={"quantity": "step", "model": name, "rate": rate},
     )
 
 
-def bytes_row(what: str, name: str, ranks: Sequence[Counts]) -> Row:
+def bytes_row(name: str, rate: str, ranks: Sequence[SecondsAndBytes]) -> Row:
     least = sum(parameter.nbytes for parameter in LINKED[name].build().parameters())
     sent = {
         side: max((size(rank[1][side]) for rank in ranks), key=lambda each: each.median)
         for side in (TORCH, PACELINE)
     }
-    return Row(what, sent, "bytes a step, times the least", sent[PACELINE].median / least, BYTES_TARGET)
+    return Row(
+        f"bytes sent per step of {LINKED[name].what} at {rate}",
+        sent,
+        "paceline / the least possible",
+        sent[PACELINE].median / least,
+        BYTES_TARGET,
+        case={"quantity": "bytes", "model": name, "rate": rate},
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure hosts of several ranks.")
     parser.add_argument("--models", nargs="+", choices=LINKED, default=[*LINKED])
-    parser.add_argument("--rate", default="1gbit", help="of the link, each way (default: 1gbit)")
-    parser.add_argument(
-        "--rounds", type=int, default=12, help="turns of each side that are timed (default: 12)"
-    )
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, each way (default: 1gbit)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed turns of each side (default: 12)")
     parser.add_argument("--quick", action="store_true", help="2 rounds, to see that all works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add_output_options(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 2
@@ -131,7 +136,8 @@ def main() -> None:
     for name in arguments.models:
         print(f"timing {name}", file=sys.stderr)
         found += rows(name, arguments.rate, arguments.rounds)
-    report("Two hosts of two ranks, with a link of limited rate between them", found, arguments.json)
+    report("Two hosts with two ranks each, with a link of limited rate between them", found, arguments.json)
+    save_figures(arguments.figures, "hosts", found)
 
 
 if __name__ == "__main__":

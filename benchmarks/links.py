@@ -8,18 +8,18 @@ from torch import nn
 
 from paceline.testing.hosts import sent_bytes
 
-# Steps must cost what they cost in training, but no model may run off.
+# A step costs the same with any rate; with a small one no model diverges.
 LEARNING_RATE = 1e-6
 
 Step = Callable[[], None]
-# Of each side, a value a round: seconds a step, and bytes a step that this rank's host has sent.
-Counts = tuple[dict[str, list[float]], dict[str, list[float]]]
+# For each side, one value per round: seconds per step, and bytes that this rank's host sent per step.
+SecondsAndBytes = tuple[dict[str, list[float]], dict[str, list[float]]]
 
 
 def stepper(
     wrapped: nn.Module, batch: torch.Tensor, sent: list[int], after: Callable[[], object] = lambda: None
 ) -> Step:
-    """zero_grad, forward, backward and plain SGD, then what else is to be done; notes the bytes."""
+    """zero_grad, forward, backward and plain SGD, then ``after``; appends the bytes sent to ``sent``."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, foreach=True)
 
     def step() -> None:
@@ -34,12 +34,12 @@ def stepper(
 
 
 def by_turn(counts: Sequence[int], steps: int) -> list[float]:
-    """The mean of each turn of so many steps."""
+    """The mean of each turn, which has that many steps."""
     return [statistics.mean(counts[start : start + steps]) for start in range(0, len(counts), steps)]
 
 
 def check_same_gradients(first: nn.Module, *others: nn.Module) -> None:
-    """Make sure that those without compression did the same work."""
+    """Make sure that sides without compression did the same work."""
     for other in others:
         for theirs, ours in zip(first.parameters(), other.parameters(), strict=True):
             assert theirs.grad is not None

@@ -1,28 +1,27 @@
 """What it costs to run a function on two ranks with a gloo group: fresh ranks, kept ranks, torch's own spawn.
 
-python benchmarks/ranks.py [--json FILE]
+python benchmarks/ranks.py [--json FILE] [--figures FILE]
 """
 
 import argparse
 import operator
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from aims import Row, report
+from targets import Row, add_output_options, report, save_figures
 from torch.multiprocessing.spawn import spawn
 
 from paceline.testing import RankPool, run_ranks
 from paceline.tools.bench.measure import Timing, interleave
 
 WORLD = 2
-# Answers with its own rank. Being built in, it does not have the fresh ranks import this program.
+# Returns its own rank. It is a built-in, so that fresh ranks need not import this program.
 trivial = operator.index
 
 
 def fresh_ranks() -> Row:
-    # The first round, which only warms up, starts the fork server.
+    # The first round, which is not counted, starts the fork server.
     timings = interleave(
         {"torch.multiprocessing.spawn": spawn_ranks, "run_ranks": lambda: run_ranks(trivial, WORLD)},
         rounds=8,
@@ -54,9 +53,11 @@ def _milliseconds(what: str, timings: dict[str, Timing], side: str, target: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time calls on two ranks.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    path = parser.parse_args().json
-    report("Ranks", [fresh_ranks(), kept_ranks()], path)
+    add_output_options(parser)
+    arguments = parser.parse_args()
+    rows = [fresh_ranks(), kept_ranks()]
+    report("Ranks", rows, arguments.json)
+    save_figures(arguments.figures, "ranks", rows)
 
 
 if __name__ == "__main__":

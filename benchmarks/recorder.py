@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from aims import Row, report
+from targets import Row, report
 from torch import nn
 
 import paceline
@@ -26,7 +26,7 @@ from paceline.recording.recorder import Recorder, optimizer_began, optimizer_end
 from paceline.testing import run_ranks
 from paceline.tools.bench.measure import ratio, samples, slowest, timing
 from paceline.tools.bench.models import MODELS
-from paceline.tools.bench.steps import WARMUPS
+from paceline.tools.bench.step_times import WARMUPS
 
 WORLD = 2
 TIMEOUT_SECONDS = 3600.0

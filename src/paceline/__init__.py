@@ -38,7 +38,7 @@ from paceline.errors import (
     WrapError,
 )
 from paceline.optim.sharded_optimizer import ShardedOptimizer
-from paceline.tools.run.function import launch
+from paceline.tools.run.launch import launch
 
 __version__ = "0.1.0.dev0"
 

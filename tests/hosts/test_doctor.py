@@ -90,7 +90,9 @@ def test_other_versions_and_another_time_are_found_on_both_hosts(tmp_path: Path)
     other = tmp_path / "other"
     shutil.copytree(Path(paceline.__file__).parent, other / "paceline")
     replace(other / "paceline/__init__.py", f'"{paceline.__version__}"', f'"{OTHER_VERSION}"')
-    replace(other / "paceline/tools/doctor/clocks.py", "= time.time)", "= lambda: time.time() + 30)")
+    replace(
+        other / "paceline/tools/doctor/rank_measurements.py", "= time.time)", "= lambda: time.time() + 30)"
+    )
     with Hosts() as hosts:
         told = on_both(hosts, tmp_path, second={"PYTHONPATH": str(other)})
     for faults in told:

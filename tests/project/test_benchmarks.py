@@ -1,4 +1,4 @@
-"""The benchmarks of communication run, check what they time, and judge it by the targets."""
+"""The benchmarks of communication run, check what they time, and compare it with the targets."""
 
 import json
 import mmap
@@ -15,29 +15,30 @@ import pytest
 import recorder
 import torch
 import torch.distributed as dist
+from figures import cases, load
 
 from paceline.testing import RankPool
 from paceline.testing.hosts import why_not
-from paceline.tools.bench.collectives import Case, Exercise, check
+from paceline.tools.bench.collective_times import CollectiveCase, PreparedCall, check_results
 from paceline.tools.bench.models import MODELS
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20
 
 
-def figures(
+def quick_rows(
     program: Any, monkeypatch: pytest.MonkeyPatch, path: Path, *options: str
 ) -> dict[tuple[str, str], Any]:
-    """A quick run's rows, by what they are of and the figure's name."""
+    """The rows of a quick run, by what was measured and the figure's name."""
     monkeypatch.setattr(sys, "argv", [program.__name__, "--quick", "--json", str(path), *options])
     program.main()
     return {(row["what"], row["figure"]): row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_collectives_are_timed_on_each_side_and_drawn(
+def test_collectives_are_timed_on_each_side_and_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawing = tmp_path / "plot.svg"
+    plot = tmp_path / "plot.svg"
     options = [
         "--worlds",
         "2",
@@ -46,20 +47,33 @@ def test_collectives_are_timed_on_each_side_and_drawn(
         "--sides",
         "gloo",
         "shared",
-        "floor",
+        "memcpy",
         "--plot",
-        str(drawing),
+        str(plot),
+        "--figures",
+        str(tmp_path / "figures.json"),
     ]
     options += ["--collectives", *collectives.COLLECTIVES]
-    rows = figures(collectives, monkeypatch, tmp_path / "rows.json", *options)
+    rows = quick_rows(collectives, monkeypatch, tmp_path / "rows.json", *options)
     assert {what for what, _ in rows} == {"copy_ of 100 MB, 2 ranks"} | {
         f"{name} of 4 KB, 2 ranks" for name in collectives.COLLECTIVES
     }
-    assert set(rows["all_reduce of 4 KB, 2 ranks", "gloo / shared"]["timings"]) == {"gloo", "shared", "floor"}
-    assert set(rows["broadcast of 4 KB, 2 ranks", "gloo / floor"]["timings"]) == {"gloo", "floor"}
-    lines = [path for path in ElementTree.parse(drawing).iter(f"{SVG}path") if "line" in path.attrib["class"]]
-    legend, only_all_reduce = 3, 1
-    assert len(lines) == legend + 2 * len(collectives.COLLECTIVES) + only_all_reduce
+    assert set(rows["all_reduce of 4 KB, 2 ranks", "gloo / shared"]["timings"]) == {
+        "gloo",
+        "shared",
+        "memcpy",
+    }
+    assert set(rows["broadcast of 4 KB, 2 ranks", "gloo / memcpy"]["timings"]) == {"gloo", "memcpy"}
+    texts = [element.text for element in ElementTree.parse(plot).iter(f"{SVG}text")]
+    assert {f"{name}, 2 ranks" for name in collectives.COLLECTIVES} | {"gloo", "shared", "memcpy"} <= {*texts}
+    entry = load(tmp_path / "figures.json")["collectives"]
+    assert entry["command"].startswith(
+        "python benchmarks/collectives --quick --worlds 2 --sizes 4KB --sides "
+    )
+    assert str(tmp_path) not in entry["command"]
+    [result] = cases(entry, collective="all_reduce", world=2, size=4096)
+    assert set(result["spreads"]) == {"gloo", "shared", "memcpy"}
+    assert set(result["figures"]) == {"gloo / shared", "shared / memcpy"}
 
 
 def test_a_wrong_result_is_noticed() -> None:
@@ -69,9 +83,9 @@ def test_a_wrong_result_is_noticed() -> None:
 
 def wrong_sum(rank: int) -> None:
     data = torch.zeros(8)
-    right = Exercise(lambda: data.mul_(2), data, data)
-    wrong = Exercise(lambda: data.mul_(3), data, data)
-    check(rank, Case("reduce_scatter", 1, 32), {"gloo": right, "backend": wrong})
+    right = PreparedCall(lambda: data.mul_(2), data, data)
+    wrong = PreparedCall(lambda: data.mul_(3), data, data)
+    check_results(rank, CollectiveCase("reduce_scatter", 1, 32), {"gloo": right, "backend": wrong})
 
 
 def test_results_that_differ_between_ranks_are_noticed(pool: RankPool) -> None:
@@ -80,10 +94,10 @@ def test_results_that_differ_between_ranks_are_noticed(pool: RankPool) -> None:
 
 def own_result_is_noticed(rank: int) -> bool:
     data = torch.zeros(8)
-    case = Case("all_reduce", 2, 32)
+    case = CollectiveCase("all_reduce", 2, 32)
     try:
         # No collective at all: each rank keeps its own.
-        check(rank, case, {"backend": Exercise(lambda: None, data, data)})
+        check_results(rank, case, {"backend": PreparedCall(lambda: None, data, data)})
     except AssertionError as error:
         return "ranks have different results" in str(error)
     return False
@@ -92,23 +106,23 @@ def own_result_is_noticed(rank: int) -> bool:
 @pytest.mark.parametrize(
     ("case", "shared", "met"),
     [
-        (Case("all_reduce", 2, collectives.MB), 0.04, [True, True]),
-        (Case("all_reduce", 2, collectives.MB), 0.1, [False, False]),
-        (Case("all_reduce", 8, collectives.MB), 0.2, [True, None]),
-        (Case("broadcast", 2, collectives.MB), 0.04, [None, None]),
+        (CollectiveCase("all_reduce", 2, collectives.MB), 0.04, [True, True]),
+        (CollectiveCase("all_reduce", 2, collectives.MB), 0.1, [False, False]),
+        (CollectiveCase("all_reduce", 8, collectives.MB), 0.2, [True, None]),
+        (CollectiveCase("broadcast", 2, collectives.MB), 0.04, [None, None]),
     ],
     ids=str,
 )
-def test_targets_are_those_of_the_case(case: Case, shared: float, met: list[bool | None]) -> None:
-    seconds = {"gloo": [1.0] * 3, "shared": [shared] * 3, "floor": [0.03] * 3}
+def test_targets_are_those_of_the_case(case: CollectiveCase, shared: float, met: list[bool | None]) -> None:
+    seconds = {"gloo": [1.0] * 3, "shared": [shared] * 3, "memcpy": [0.03] * 3}
     rows = collectives.case_rows(case, seconds)
-    assert [row.figure for row in rows] == ["gloo / shared", "shared / floor"]
+    assert [row.figure for row in rows] == ["gloo / shared", "shared / memcpy"]
     assert [row.met for row in rows] == met
 
 
 def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--models", "tiny-layers", "--sides", "torch", "torch-views", "paceline", "paceline-c10d"]
-    rows = figures(ddp, monkeypatch, tmp_path / "rows.json", *options)
+    rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options)
     whole, added = "step of 200 tiny layers", "what synchronisation adds to a step of 200 tiny layers"
     pairs = [
         f"{ours} / {theirs}" for ours in ("paceline", "paceline-c10d") for theirs in ("torch", "torch-views")
@@ -122,15 +136,15 @@ def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_what_synchronisation_adds_is_judged_by_what_torch_adds(torch_step: float, met: bool) -> None:
     steps = {"the module alone": 1.0, "torch": torch_step, "paceline": 1.125}
-    seconds = ddp.Seconds({side: [step] * 3 for side, step in steps.items()})
-    [row] = ddp.added_rows("tiny-layers", seconds, [ddp.SIDES["torch"], ddp.SIDES["paceline"]])
+    times = ddp.StepTimes({side: [step] * 3 for side, step in steps.items()})
+    [row] = ddp.added_rows("tiny-layers", times, [ddp.STEP_SIDES["torch"], ddp.STEP_SIDES["paceline"]])
     assert row.met is met
 
 
 def test_the_recorder_is_timed_beside_one_that_does_nothing_and_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = figures(recorder, monkeypatch, tmp_path / "rows.json", "--models", "conv")
+    rows = quick_rows(recorder, monkeypatch, tmp_path / "rows.json", "--models", "conv")
     what = "step of 1.7M conv net with batch norm"
     assert list(rows) == [
         (what, "recorded / not, less 1"),
@@ -145,10 +159,11 @@ def test_hosts_are_timed_and_what_crosses_between_them_is_counted(
 ) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    rows = figures(hosts, monkeypatch, tmp_path / "rows.json", "--models", "linears")
+    rows = quick_rows(hosts, monkeypatch, tmp_path / "rows.json", "--models", "linears")
     what = "6.3M in six linear layers at 1gbit"
-    assert set(rows) == {(what, "step time, times torch's"), (what, "bytes a step, times the least")}
-    assert 1 <= rows[what, "bytes a step, times the least"]["value"] < 1.02
+    least = (f"bytes sent per step of {what}", "paceline / the least possible")
+    assert set(rows) == {(f"step of {what}", "paceline / torch"), least}
+    assert 1 <= rows[least]["value"] < 1.02
 
 
 def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
@@ -177,12 +192,12 @@ def held_more(_: int) -> tuple[int, int]:
 
 def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
     gradients = ddp.WORLD * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
-    assert ddp.peak("tiny-layers", ddp.SIDES["torch"]) > 2 * gradients
+    assert ddp.peak("tiny-layers", ddp.STEP_SIDES["torch"]) > 2 * gradients
 
 
 def test_memory_is_judged_by_that_of_torch_with_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "peak", lambda _, side: {"torch": 4, "torch-views": 2}.get(str(side), 3))
-    rows = ddp.memory_rows("mlp", [ddp.SIDES[name] for name in ("torch", "torch-views", "paceline")], 3)
+    rows = ddp.memory_rows("mlp", [ddp.STEP_SIDES[name] for name in ("torch", "torch-views", "paceline")], 3)
     assert [(row.figure, row.value, row.met) for row in rows] == [
         ("paceline / torch", 0.75, None),
         ("paceline / torch-views", 1.5, False),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn.parallel
 
-from paceline.tools.run.patching import replace_everywhere
+from paceline.tools.run.patch_torch import replace_everywhere
 
 NAMES = ("torch", "paceline")
 

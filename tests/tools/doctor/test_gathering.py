@@ -1,4 +1,4 @@
-"""How facts are gathered: under deadlines, and whatever the other side does."""
+"""Facts are gathered within deadlines, whatever other processes do."""
 
 import os
 import time
@@ -9,11 +9,14 @@ from torch import distributed
 
 from paceline.comm.group import Group, default_process_group
 from paceline.testing import RankPool
-from paceline.tools.doctor import clocks, cores, network, reach, script
-from paceline.tools.doctor.asked import Target
-from paceline.tools.doctor.board import Board
-from paceline.tools.doctor.finding import Severity
-from paceline.tools.doctor.probe import Outcome, attempt
+from paceline.tools.doctor import host_resources
+from paceline.tools.doctor.connections import connect_to_all, listening
+from paceline.tools.doctor.findings import Severity
+from paceline.tools.doctor.host_checks import gather_script
+from paceline.tools.doctor.host_network import ForkResult, call_in_fork, list_interfaces
+from paceline.tools.doctor.rank_measurements import judge_clocks, offset_bounds, read_clocks
+from paceline.tools.doctor.rank_program import StoreGather
+from paceline.tools.doctor.requested_run import TargetKind
 
 
 def children() -> list[str]:
@@ -22,30 +25,34 @@ def children() -> list[str]:
 
 def test_a_call_that_hangs_or_dies_or_raises_does_no_harm() -> None:
     before = children()
-    assert attempt(lambda: [1, "a"], seconds=5.0) == Outcome([1, "a"])
-    assert attempt(lambda: {}["key"], seconds=5.0) == Outcome(problem="'key'")
-    assert attempt(lambda: os._exit(3), seconds=5.0) == Outcome(
+    assert call_in_fork(lambda: [1, "a"], seconds=5.0) == ForkResult([1, "a"])
+    assert call_in_fork(lambda: {}["key"], seconds=5.0) == ForkResult(problem="'key'")
+    assert call_in_fork(lambda: os._exit(3), seconds=5.0) == ForkResult(
         problem="the process that tried it was killed"
     )
-    assert attempt(lambda: time.sleep(60), seconds=0.1) == Outcome(problem="no answer within 0.1 s")
+    assert call_in_fork(lambda: time.sleep(60), seconds=0.1) == ForkResult(problem="no answer within 0.1 s")
     assert children() == before
 
 
-def test_a_rank_that_says_nothing_is_not_waited_for_for_ever() -> None:
+def test_a_rank_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
     store = distributed.HashStore()
-    Board(store, rank=2, world=3, seconds=0.0).share("facts", {"a": 1})
-    assert Board(store, rank=0, world=3, seconds=0.2).share("facts", "own") == ["own", None, {"a": 1}]
+    StoreGather(store, rank=2, world=3, seconds=0.0).all_gather("facts", {"a": 1})
+    assert StoreGather(store, rank=0, world=3, seconds=0.2).all_gather("facts", "own") == [
+        "own",
+        None,
+        {"a": 1},
+    ]
 
 
-def test_a_connection_counts_if_the_right_one_answers() -> None:
-    with reach.listening("127.0.0.1") as place:
-        other = {**place, "token": "f" * 16}
-        assert reach.try_all([place, other, None]) == [None, "somebody else answered", None]
-    assert reach.try_all([place]) == ["Connection refused"]
+def test_a_connection_counts_if_the_right_rank_answers() -> None:
+    with listening("127.0.0.1") as listener:
+        other = {**listener, "token": "f" * 16}
+        assert connect_to_all([listener, other, None]) == [None, "another program answered", None]
+    assert connect_to_all([listener]) == ["Connection refused"]
 
 
 def test_the_loopback_interface_is_there() -> None:
-    [lo] = [each for each in network.interfaces() if each.name == "lo"]
+    [lo] = [each for each in list_interfaces() if each.name == "lo"]
     assert lo.addresses[0] == "127.0.0.1"
     assert lo.is_up
     assert lo.is_loopback
@@ -67,7 +74,7 @@ def test_the_loopback_interface_is_there() -> None:
             2.0,
         ),
     ],
-    ids=["of a parent", "none", "none of the old kind", "old kind"],
+    ids=["of a parent", "no limit", "no limit, version 1", "version 1"],
 )
 def test_the_quota_of_control_groups(
     membership: str,
@@ -79,38 +86,38 @@ def test_the_quota_of_control_groups(
     for name, text in {"membership": membership, **written}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
-    assert cores.gather().quota == quota
+    monkeypatch.setattr(host_resources, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_resources, "OWN_CGROUPS", tmp_path / "membership")
+    assert host_resources.gather_cores().quota == quota
 
 
 @pytest.mark.parametrize(
     ("target", "kind", "problem"),
     [
-        ("json.tool", Target.MODULE, None),
-        ("json.nosuch", Target.MODULE, "there is no such module"),
-        ("nosuch.json", Target.MODULE, "a package on the way to it cannot be imported"),
-        ("sh", Target.PROGRAM, None),
-        ("./nosuch", Target.PROGRAM, "there is no such program"),
-        (".", Target.SCRIPT, "there is no such file"),
+        ("json.tool", TargetKind.MODULE, None),
+        ("json.nosuch", TargetKind.MODULE, "there is no such module"),
+        ("nosuch.json", TargetKind.MODULE, "a package that contains it cannot be imported"),
+        ("sh", TargetKind.PROGRAM, None),
+        ("./nosuch", TargetKind.PROGRAM, "there is no such program"),
+        (".", TargetKind.SCRIPT, "there is no such file"),
     ],
 )
 def test_targets(
-    target: str, kind: Target, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, kind: TargetKind, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = script.gather(target, kind).problem
-    assert found is None if problem is None else found is not None and found.startswith(problem)
+    found = gather_script(target, kind)
+    assert found is None if problem is None else found is not None and found.reason.startswith(problem)
 
 
-def look(rank: int) -> list[tuple[float, float]]:
-    return clocks.look(Group(default_process_group()), clock=lambda: time.time() + 5 * rank)
+def readings(rank: int) -> list[tuple[float, float]]:
+    return read_clocks(Group(default_process_group()), clock=lambda: time.time() + 5 * rank)
 
 
 def test_a_rank_whose_clock_is_ahead_is_found(pool: RankPool) -> None:
-    looks = pool.run(look)
-    bounds = clocks.bounds(looks[1], looks[0])
+    by_rank = pool.run(readings)
+    bounds = offset_bounds(by_rank[1], by_rank[0])
     assert bounds.least <= 5 <= bounds.most
-    [finding] = clocks.judge(looks, ["a", "b"])
+    [finding] = judge_clocks(by_rank, ["a", "b"])
     assert finding.severity is Severity.FAULT
     assert "b is ahead of a by" in finding.found

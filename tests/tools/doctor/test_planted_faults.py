@@ -143,7 +143,7 @@ def test_a_healthy_host_has_no_faults_and_its_ranks_are_measured(tmp_path: Path)
     assert [each for each in findings if "could not be checked" in each["found"]] == []
     assert {each["check"] for each in findings} == {
         *("software", "interfaces", "names", "shared memory", "cores and threads", "file limit", "script"),
-        *("versions", "connections", "types of element", "speed"),
+        *("versions", "connections", "dtypes", "speed"),
     }
     taken = {each["data"]["backend"]: each["data"]["taken"] for each in findings if "backend" in each["data"]}
     assert "float32" in taken["gloo"]
@@ -161,12 +161,12 @@ def on_a_narrow_screen(rank: int, folder: Path) -> Ran:
     return in_rank(rank, ["doctor"], folder, environment={"GLOO_SOCKET_IFNAME": "nosuch0", "COLUMNS": "40"})
 
 
-def test_ranks_are_not_started_in_vain_and_the_fixing_line_is_whole(tmp_path: Path) -> None:
+def test_ranks_are_not_started_in_vain_and_the_fix_is_on_one_line(tmp_path: Path) -> None:
     [ran] = run_ranks(on_a_narrow_screen, 1, args=(tmp_path,), backend=None, timeout=SECONDS)
     assert ran.code == 1
     assert ran.lines[2].split()[:3] == ["fault", "│", "interfaces"]
     assert any(line.startswith("export GLOO_SOCKET_IFNAME=") for line in ran.lines)
-    assert "none were started" in " ".join(ran.stdout.replace("│", "").split())
+    assert "no ranks were started" in " ".join(ran.stdout.replace("│", "").split())
 
 
 @pytest.mark.parametrize("arguments", [["-n", "0"], ["--nnodes", "many"], ["--no-such-option"]])

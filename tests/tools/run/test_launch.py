@@ -66,7 +66,7 @@ def test_the_first_error_is_raised_with_its_traceback_and_nothing_left(
     assert list(tmp_path.iterdir()) == []
     assert isinstance(raised.value, RuntimeError)
     assert 'raise ValueError("own")' in str(raised.value)
-    assert str(raised.value).endswith("ValueError: own\nrank 0: ended")
+    assert str(raised.value).endswith("ValueError: own\nrank 0: stopped")
 
 
 def test_what_cannot_be_sent_is_said() -> None:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.tools.run.console import Console, Sink, Source
-from paceline.tools.run.lines import LONGEST_LINE, Lines
-from paceline.tools.run.output import Output, Stream
+from paceline.tools.run.console import Console, Destination, Source, StatusLine
 from paceline.tools.run.progress import RunProgress
-from paceline.tools.run.status import Status
+from paceline.tools.run.rank_output import LONGEST_LINE, LineBuffer, OutputThread, RankStream
 
 
 class Terminal(io.StringIO):
@@ -35,7 +33,7 @@ def progress(step: int) -> RunProgress:
     return RunProgress(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
 
 
-SILENT = Status(Sink(io.StringIO()), lambda: None, lambda: 80)
+SILENT = StatusLine(Destination(io.StringIO()), lambda: None, lambda: 80)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,7 @@ SILENT = Status(Sink(io.StringIO()), lambda: None, lambda: 80)
     ids=["pieces", "dos", "bar", "bar ahead", "bar done", "cut letter", "not text", "long"],
 )
 def test_a_stream_is_cut_into_lines(pieces: list[bytes], lines: list[str], unfinished: str) -> None:
-    stream = Lines()
+    stream = LineBuffer()
     assert [line for piece in pieces for line in stream.feed(piece)] == lines
     assert stream.unfinished == unfinished
     assert stream.feed(b"", final=True) == ([unfinished] if unfinished else [])
@@ -61,8 +59,8 @@ def test_a_stream_is_cut_into_lines(pieces: list[bytes], lines: list[str], unfin
 
 def test_an_unfinished_line_is_gone_on_with_until_another_rank_speaks() -> None:
     stream = io.StringIO()
-    sink = Sink(stream)
-    console, (zero, one) = Console(), (Source(0, sink), Source(1, sink))
+    destination = Destination(stream)
+    console, (zero, one) = Console(), (Source(0, destination), Source(1, destination))
     console.unfinished(zero, "name? ")
     console.line(zero, "name? me")
     console.unfinished(zero, "half")
@@ -73,7 +71,7 @@ def test_an_unfinished_line_is_gone_on_with_until_another_rank_speaks() -> None:
 
 def test_a_line_and_its_end_are_one_write_for_another_command_may_have_the_screen_too() -> None:
     stream = Pieces()
-    console, (zero, one) = Console(), (Source(0, Sink(stream)), Source(1, Sink(stream)))
+    console, (zero, one) = Console(), (Source(0, Destination(stream)), Source(1, Destination(stream)))
     for source in (zero, one, one):
         console.line(source, "words")
     assert stream.pieces == ["[0] words\n", "[1] words\n", "[1] words\n"]
@@ -82,25 +80,25 @@ def test_a_line_and_its_end_are_one_write_for_another_command_may_have_the_scree
 def test_terminals_get_colours_and_bars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
-    console, source = Console(), Source(0, Sink(stream))
+    console, source = Console(), Source(0, Destination(stream))
     for text in ("1%", "2%"):
         console.unfinished(source, text)
     assert stream.getvalue() == "\x1b[32m[0]\x1b[0m 1%\r\x1b[K\x1b[32m[0]\x1b[0m 2%"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert Source(0, Sink(stream)).prefix == "[0] "
+    assert Source(0, Destination(stream)).prefix == "[0] "
 
 
-def test_what_a_sink_cannot_encode_or_show_ends_no_run() -> None:
+def test_what_cannot_be_encoded_or_written_does_not_stop_a_run() -> None:
     raw = io.BytesIO()
-    sink = Sink(io.TextIOWrapper(raw, encoding="ascii"))
-    sink.write("é\n")
+    destination = Destination(io.TextIOWrapper(raw, encoding="ascii"))
+    destination.write("é\n")
     assert raw.getvalue() == b"?\n"
     reader, writer = os.pipe()
     os.close(reader)
     broken = os.fdopen(writer, "w")
-    sink = Sink(broken)
-    sink.write("lost\n")
-    sink.write("lost too\n")
+    destination = Destination(broken)
+    destination.write("lost\n")
+    destination.write("lost too\n")
     with pytest.raises(BrokenPipeError):
         broken.close()
 
@@ -113,11 +111,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_output_shows_a_prompt_keeps_a_log_and_does_not_repeat_bars(tmp_path: Path) -> None:
-    shown, output = io.StringIO(), Output(SILENT)
-    sink = Sink(shown)
+    shown, output = io.StringIO(), OutputThread(SILENT)
+    destination = Destination(shown)
     pipes = [tmp_path / str(rank) for rank in (0, 1)]
     for rank, pipe in enumerate(pipes):
-        output.add(Stream(pipe, Source(rank, sink), log=tmp_path / f"{rank}.log", is_shown=True))
+        output.add(RankStream(pipe, Source(rank, destination), log=tmp_path / f"{rank}.log", is_shown=True))
     with pipes[0].open("wb", buffering=0) as zero, pipes[1].open("wb", buffering=0) as one:
         zero.write(b"name? ")
         wait_until(lambda: shown.getvalue() == "[0] name? ")
@@ -139,24 +137,24 @@ def test_output_shows_a_prompt_keeps_a_log_and_does_not_repeat_bars(tmp_path: Pa
 def test_on_a_terminal_the_status_stays_below_what_ranks_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
-    sink = Sink(screen)
-    console, source = Console(), Source(0, sink)
+    destination = Destination(screen)
+    console, source = Console(), Source(0, destination)
     console.line(source, "before")
-    console.status(sink, "step 1")
-    console.status(sink, "step 2")
+    console.status(destination, "step 1")
+    console.status(destination, "step 2")
     console.line(source, "after")
     console.unfinished(source, "name? ")
-    console.status(sink, "step 3")  # which would be in its way
+    console.status(destination, "step 3")  # which would be in its way
     assert screen.getvalue() == "[0] before\n\r\x1b[Kstep 1\r\x1b[Kstep 2\r\x1b[K[0] after\n[0] name? "
 
 
 def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     steps = iter([None, progress(3), progress(3), progress(4), progress(4)])
-    status = Status(Sink(Terminal()), lambda: next(steps), lambda: 31)
+    status = StatusLine(Destination(Terminal()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 1.1, 1.5, 2.0, 2.5):
-        monkeypatch.setattr("paceline.tools.run.status.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("paceline.tools.run.console.time.monotonic", lambda now=now: now)
         told.append(status.due())
     assert told == [None, None, "step 3 · 12.5 steps/s · 800 r…", None, "step 4 · 12.5 steps/s · 800 r…"]
     assert status.last() == told[-1]
@@ -164,10 +162,10 @@ def test_the_status_fits_the_terminal_and_is_told_when_it_changes(monkeypatch: p
 
 def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter([progress(30), progress(99)])
-    status = Status(Sink(io.StringIO()), lambda: next(steps), lambda: 31)
+    status = StatusLine(Destination(io.StringIO()), lambda: next(steps), lambda: 31)
     told = []
     for now in (1.0, 5.0, 11.5, 12.0):
-        monkeypatch.setattr("paceline.tools.run.status.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("paceline.tools.run.console.time.monotonic", lambda now=now: now)
         told.append(status.due())
     line = (
         "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication overlapped, rank 1 slowest by 4 ms"
@@ -190,19 +188,19 @@ class Odd:
 
 @pytest.mark.parametrize("stream", [None, Full(), Odd()], ids=["none", "full", "without isatty"])
 def test_what_cannot_be_written_to_stops_nobody(stream: Any) -> None:
-    sink = Sink(stream)
+    destination = Destination(stream)
     for _ in range(2):
-        sink.write("words")
-    assert not sink.is_terminal
+        destination.write("words")
+    assert not destination.is_terminal
 
 
 def test_a_status_comes_back_after_other_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
-    sink = Sink(screen)
-    output = Output(Status(sink, lambda: progress(3), lambda: 31))
+    destination = Destination(screen)
+    output = OutputThread(StatusLine(destination, lambda: progress(3), lambda: 31))
     wait_until(lambda: screen.getvalue().count("step 3") == 1)
-    output.add(Stream(tmp_path / "pipe", Source(0, sink), log=None, is_shown=True))
+    output.add(RankStream(tmp_path / "pipe", Source(0, destination), log=None, is_shown=True))
     (tmp_path / "pipe").write_text("words\n")
     wait_until(lambda: screen.getvalue().count("step 3") == 2)
     output.finish()

@@ -85,5 +85,5 @@ for step in range(10**9):
     assert trace[0] == "  Traceback (most recent call last):"
     assert trace[-1] == "  ValueError: in step three"
     # Ended, if the agent was faster than the news of the lost connection.
-    is_told = other.startswith("rank 0: RuntimeError: ") and other.endswith("(a consequence)")
-    assert is_told or other == "rank 0: ended"
+    is_told = other.startswith("rank 0: RuntimeError: ") and other.endswith("(because another rank failed)")
+    assert is_told or other == "rank 0: stopped"

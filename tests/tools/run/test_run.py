@@ -62,7 +62,7 @@ print("no end", end="")
     ("ends", "code", "words"),
     [
         ("sys.exit(3)", 3, "rank 1 exited with code 3"),
-        ("os.kill(os.getpid(), 9)", 128 + 9, "rank 1 killed by SIGKILL: by somebody, or by the kernel"),
+        ("os.kill(os.getpid(), 9)", 128 + 9, "rank 1 killed by SIGKILL: by a user, or by the kernel"),
         ("os.abort()", 128 + 6, 'script.py", line 5 in <module>'),
         ("os.kill(os.getpid(), 15)", 128 + 15, "rank 1 exited with code 143"),
         (
@@ -78,7 +78,7 @@ def test_a_rank_that_ends_badly_gives_its_exit_code(ends: str, code: int, words:
     ran = paceline("run", script(tmp_path, text), folder=tmp_path)
     assert ran.code == code
     assert words in ran.stderr
-    assert ran.stderr.endswith("rank 0: ended\n")
+    assert ran.stderr.endswith("rank 0: stopped\n")
     assert ran.left == []
 
 
@@ -108,7 +108,7 @@ def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp
         (["missing.py"], 2, "there is no such script (script: missing.py"),
         (["-n", "0", "."], 2, "at least one rank is needed (ranks: 0)"),
         (["-n", "many", "."], 2, "many"),
-        (["--no-python", "--patch", "true"], 2, "only Python can be patched"),
+        (["--no-python", "--patch", "true"], 2, "only Python scripts can be patched"),
         (["--duplicate-stdout-filters", "x", "."], 2, "use --log-dir (options: duplicate_stdout_filters)"),
         (["--redirects", "3", "."], 2, "use --log-dir (options: redirects)"),
         (["--no-python", "./missing"], 127, "could not be started"),
@@ -177,11 +177,11 @@ def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
     assert (ran.code, ran.left) == (130, [])
     assert ran.lines == ["[0] up", "[0] saved 0"]
     where = f"{tmp_path}/script.py:5 in <module>"
-    assert ran.stderr.endswith(f"ended by SIGINT\nrank 0: interrupted at {where}\n")
+    assert ran.stderr.endswith(f"stopped by SIGINT\nrank 0: interrupted at {where}\n")
 
 
 def test_ctrl_c_twice_ends_ranks_at_once(tmp_path: Path) -> None:
-    sends = [("[0] up", signal.SIGINT), ("once more ends them at once", signal.SIGINT)]
+    sends = [("[0] up", signal.SIGINT), ("a second signal stops them at once", signal.SIGINT)]
     ran = paceline("run", "-n", "1", script(tmp_path, STUBBORN), folder=tmp_path, sends=sends)
     assert (ran.code, ran.left) == (130, [])
 
@@ -198,7 +198,7 @@ def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path) -> Non
     text = f"{PRELUDE}{FIRST}\n    time.sleep(0.5)\n    raise ValueError\nsum(range(10**12))"
     ran = paceline("run", script(tmp_path, text), folder=tmp_path)
     assert (ran.code, ran.left) == (1, [])
-    assert ran.stderr.endswith("ValueError\nrank 0: ended\n")
+    assert ran.stderr.endswith("ValueError\nrank 0: stopped\n")
 
 
 def test_ranks_are_started_again_and_both_attempts_told(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ lock(mutex)
         assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGTERM)
-        assert rank.wait(SECONDS) == worker.ENDED
+        assert rank.wait(SECONDS) == worker.EXIT_SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ lock(mutex)
 def test_a_note_says_what_an_error_began_with(raises: str, kinds: list[str]) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - any kind of error can be noted
         exec(raises, {})
-    note = worker.note(raised.value)
-    assert [root["types"][0] for root in note["roots"]] == [f"builtins.{kind}" for kind in kinds]
-    assert json.loads(json.dumps(note)) == note
+    report = worker.error_report(raised.value)
+    assert [origin["types"][0] for origin in report["origins"]] == [f"builtins.{kind}" for kind in kinds]
+    assert json.loads(json.dumps(report)) == report
 
 
 def test_a_hook_of_the_scripts_own_is_told(tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ def test_a_hook_of_the_scripts_own_is_told(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_a_note_has_the_exit_code_that_python_gives(error: BaseException, code: int) -> None:
-    assert worker.note(error)["code"] == code
+    assert worker.error_report(error)["code"] == code

@@ -1,1 +1,1 @@
-"""Torch against paceline on this machine: measured in one run, shown, drawn and written down."""
+"""``paceline bench``: measures torch and paceline on this machine, in one run."""

@@ -1,4 +1,4 @@
-"""Timing: all sides interleaved in one run, medians with quartiles, the machine named."""
+"""Timing: all sides take turns in one run, results are medians with quartiles, the machine is named."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -16,38 +16,71 @@ import torch
 class Spread:
     """The median and the quartiles of several values."""
 
+    unit: ClassVar[str] = ""
+
     median: float
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Those of the values, of which there must be two or more."""
+        """The spread of two or more values."""
         low, median, high = statistics.quantiles(values, n=4)
         return cls(median, low, high)
 
 
 class Timing(Spread):
-    """Seconds a call, over rounds."""
+    """Seconds per call, over rounds."""
+
+    unit = "s"
 
     def __str__(self) -> str:
-        unit, scale = ("us", 1e6) if abs(self.median) < 1e-3 else ("ms", 1e3)
-        return f"{self.median * scale:.1f} {unit} ({self.low * scale:.1f} to {self.high * scale:.1f})"
+        return with_quartiles(self, *time_unit(self.median))
 
 
 class Size(Spread):
     """Bytes, over runs."""
 
+    unit = "bytes"
+
     def __str__(self) -> str:
-        return f"{self.median / 1e6:.1f} MB ({self.low / 1e6:.1f} to {self.high / 1e6:.1f})"
+        return with_quartiles(self, "MB", 1e-6)
+
+
+timing, size = Timing.of, Size.of
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which a time has at most three digits before the point, and its factor."""
+    units = (("us", 1e6), ("ms", 1e3))
+    return next(((unit, factor) for unit, factor in units if abs(seconds) * factor < 999.5), ("s", 1.0))
+
+
+def with_quartiles(spread: Spread, unit: str = "", factor: float = 1.0, *, to: str = " to ") -> str:
+    """A median with its quartiles in brackets, in three digits or so."""
+    digits = decimals([spread.median * factor, spread.low * factor, spread.high * factor])
+    median, low, high = (f"{each * factor:z.{digits}f}" for each in (spread.median, spread.low, spread.high))
+    return f"{median}{unit and ' '}{unit} ({low}{to}{high})"
+
+
+def decimals(values: Sequence[float]) -> int:
+    """How many decimals the largest of the values needs to be shown in three digits."""
+    largest = max(map(abs, values))
+    return 0 if largest >= 100 else 1 if largest >= 10 else 2
+
+
+def format_seconds(seconds: float) -> str:
+    """A time with its unit, in three digits or so."""
+    unit, factor = time_unit(seconds)
+    return f"{seconds * factor:.{decimals([seconds * factor])}f} {unit}"
 
 
 def interleave(
     sides: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
 ) -> dict[str, Timing]:
-    """Time each side in turn, round after round, so that a slow moment of the machine meets all of them.
+    """Time each side in turn, round after round, so that a slow moment of the machine affects all of them.
 
-    The first round only warms up.
+    A first round, which is not counted, warms up.
     """
     return {name: timing(values) for name, values in samples(sides, rounds=rounds, calls=calls).items()}
 
@@ -61,11 +94,19 @@ def samples(
     before: Callable[[], object] = lambda: None,
     untimed: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds a call of each side, a value a round; ``before`` runs ahead of each turn and is not timed.
+    """Seconds per call of each side, one value per round.
 
-    Nor are a turn's first calls, as many as are ``untimed``: where calls are short, ranks that have left
-    ``before`` one after the other are together only after the first. The order of the turns depends on
-    nothing but the number of sides, so that ranks stay in step.
+    A round is one turn of each side, a turn is ``calls`` calls in a row. The order of the turns depends only
+    on the number of sides, so that ranks stay in step.
+
+    Args:
+        sides: a call of each side.
+        rounds: how many rounds are timed.
+        calls: how many calls a turn has.
+        warmups: rounds before those, which are not counted.
+        before: called before each turn, not timed.
+        untimed: calls at the start of each turn that are not timed: ranks leave ``before`` one after another,
+            and short calls bring them together.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(-warmups, rounds):
@@ -79,7 +120,7 @@ def samples(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """The order in one round: each side comes to each place, and after either of its neighbours."""
+    """The order in one round. Over the rounds, each side has each place and follows either neighbour."""
     first = number // 2 % len(names)
     turned = names[first:] + names[:first]
     return turned[::-1] if number % 2 else turned
@@ -92,24 +133,21 @@ def _time(call: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-timing, size = Timing.of, Size.of
-
-
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """What each rank measured, as one: ranks start a turn together, and it is over when the last is done."""
+    """Merge what ranks measured: they start a turn together, and it is over when the slowest rank is done."""
     return {
         side: [max(turn) for turn in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]
     }
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """How the medians stand to each other, and the quartiles of the ratio over the rounds."""
+    """The ratio of the medians, and the quartiles of the ratios of each round."""
     spread = timing([value / other for value, other in zip(values, base, strict=True)])
     return timing(values).median / timing(base).median, (spread.low, spread.high)
 
 
 def processor() -> str:
-    """The machine's kind of processor, and how many cores of it may be used."""
+    """The processor's model, and how many of its cores this process may use."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -117,6 +155,11 @@ def processor() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
+def versions() -> dict[str, str]:
+    """The versions that results depend on."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
 def machine() -> str:
-    """What the figures were measured on."""
-    return f"{processor()}, Python {platform.python_version()}, torch {torch.__version__}"
+    """The processor and the versions, in one line."""
+    return f"{processor()}, Python {versions()['python']}, torch {versions()['torch']}"

@@ -1,24 +1,115 @@
-"""The models that are trained unless there is one of the user's: from many tiny parameters to a few large."""
+"""What is trained: a module with inputs and a loss. Has the models that are measured by default."""
 
 import itertools
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.tools.bench.training import Training, natural_loss
+from paceline.errors import OptionError
+from paceline.tensors.tree import leaves
+
+# A step costs the same with any rate. With zero the parameters never change, so no model diverges in hundreds
+# of steps, and the sides' gradients can be compared after them.
+LEARNING_RATE = 0.0
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A module on one rank, its arguments, and the function that turns its output into a loss."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], Any]
+
+    def forward(self) -> Tensor:
+        """Call the module, and return the loss of its output."""
+        loss: object = self.loss(self.module(*self.args, **self.kwargs))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = (
+                f"shape: {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type: {type(loss).__name__}"
+            )
+            raise OptionError(f"a loss must be a tensor of one element ({given})")
+        return loss
+
+    def backward(self, seed: int) -> None:
+        """Compute gradients from scratch; what is random in the model depends on the seed."""
+        seed_all(seed)
+        self.module.zero_grad(set_to_none=True)
+        self.forward().backward()
+
+    def step(self, after_part: Callable[[], None] = lambda: None) -> Step:
+        """zero_grad, forward, backward, plain SGD; ``after_part`` is called after each of the last three."""
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE, foreach=True)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            loss = self.forward()
+            after_part()
+            loss.backward()
+            after_part()
+            optimizer.step()
+            after_part()
+
+        return step
+
+
+class BenchModel(Protocol):
+    """A model that can be measured: it is pickled, and built on each rank once for each side."""
+
+    @property
+    def what(self) -> str:
+        """Its name in tables."""
+
+    def make(self, rank: int) -> Training:
+        """Build it on one rank; the same each time."""
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, Python, and numpy if it is imported."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output if it is one number, its ``.loss`` or ``["loss"]``, else the mean square of its tensors."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    held = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(held, Tensor):
+        return held
+    floats = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not floats:
+        kind = type(output).__name__
+        raise OptionError(f"there is no tensor with a gradient in the model's output (type: {kind})")
+    if len(floats) == 1:
+        return _square(floats[0]).mean()
+    return torch.stack([_square(each).sum() for each in floats]).sum() / sum(each.numel() for each in floats)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    # The square of a complex number is complex, which a loss must not be.
+    return tensor.abs().square() if tensor.is_complex() else tensor.square()
 
 
 @dataclass(frozen=True)
 class Model:
-    """How to build a module, what it takes, and how many steps of it are timed in a row."""
+    """How to build a module, the shape of its input, and how many steps of it are timed in a row."""
 
     what: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    # Several for a small model, whose first step after another's finds colder caches than training does.
+    # Several for a small model: after another side's turn, caches are colder than in training.
     steps: int
 
     def make(self, rank: int) -> Training:
@@ -26,7 +117,7 @@ class Model:
         torch.manual_seed(0)
         module = self.build()
         torch.manual_seed(rank)
-        return Training(module, (torch.randn(self.shape),), {}, natural_loss)
+        return Training(module, (torch.randn(self.shape),), {}, default_loss)
 
 
 class TinyParameters(nn.Module):
@@ -48,7 +139,7 @@ def tiny_layers() -> nn.Module:
     """200 linear layers in a row."""
     layers = [nn.Linear(64, 64) for _ in range(200)]
     for layer in layers:
-        # Keeps lengths, so that gradients do not shrink to denormal numbers, which are slow.
+        # Orthogonal matrices keep lengths; otherwise gradients shrink to denormal numbers, which are slow.
         nn.init.orthogonal_(layer.weight)
     return nn.Sequential(*layers)
 

@@ -1,25 +1,39 @@
-"""What was measured, as lines: for a table, and for JSON."""
+"""What was measured, as rows; shown as tables of at most 80 columns, or written as JSON."""
 
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 import paceline
-from paceline.tools.bench.collectives import Case, Seconds, shown_size
-from paceline.tools.bench.measure import Timing, processor, ratio, timing
-from paceline.tools.bench.sides import ALONE, Side
-from paceline.tools.bench.steps import Measured
-from paceline.tools.formatting import milliseconds
+from paceline.tools.bench.collective_times import CollectiveCase, SecondsBySide, format_size
+from paceline.tools.bench.measure import (
+    Timing,
+    format_seconds,
+    processor,
+    ratio,
+    time_unit,
+    timing,
+    versions,
+    with_quartiles,
+)
+from paceline.tools.bench.step_times import ALONE, Side, StepResult
 
 TORCH, PACELINE = Side("torch"), Side("paceline")
+LEGEND = (
+    "gloo: torch.distributed on gloo; backend: torch.distributed on the backend paceline; shared: paceline's "
+    "own, in the memory in which DistributedDataParallel keeps gradients; memcpy: copying as many bytes"
+)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One side: seconds, what it adds to the module's own, and how often its time goes into torch's."""
+class ResultRow:
+    """One side: its seconds, what it adds to the module's own, and how many times as fast as torch it is."""
 
     side: str
     seconds: Timing
@@ -29,94 +43,146 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What sides were compared in, how often they were timed, what is to be said of it, and what in doubt."""
+class ResultGroup:
+    """The sides of one comparison: a model's step, or a collective of one size."""
 
     kind: str
     what: str
-    lines: Sequence[Line]
+    rows: Sequence[ResultRow]
     rounds: int
     calls: int
     about: str = ""
     notes: Sequence[str] = ()
-    doubts: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
-def of_steps(measured: Measured) -> Block:
+def step_results(result: StepResult) -> ResultGroup:
     """Training steps of a model."""
-    of = measured.seconds.of
-    torch_seconds = of[str(TORCH)]
-    lines = [Line(str(ALONE), timing(of[str(ALONE)]))]
+    of = result.times.of
+    rows = [ResultRow(str(ALONE), timing(of[str(ALONE)]))]
     for side in (name for name in of if name != str(ALONE)):
-        value, spread = ratio(torch_seconds, of[side])
+        value, spread = ratio(of[str(TORCH)], of[side])
         adds = timing([ours - alone for ours, alone in zip(of[side], of[str(ALONE)], strict=True)])
-        lines.append(Line(side, timing(of[side]), adds, value, None if side == str(TORCH) else spread))
-    pace = measured.pace
-    about = f"{measured.elements:,} parameters in {measured.tensors:,} tensor{'s' * (measured.tensors > 1)}"
-    doubts = [] if measured.wrong is None else [measured.wrong]
-    return Block("step", measured.what, lines, pace.rounds, pace.calls, about, _notes(measured), doubts)
+        rows.append(ResultRow(side, timing(of[side]), adds, value, None if side == str(TORCH) else spread))
+    return ResultGroup(
+        kind="step",
+        what=result.what,
+        rows=rows,
+        rounds=result.repeats.rounds,
+        calls=result.repeats.calls,
+        about=f"{result.elements:,} parameters in {result.tensors:,} tensor{'s' * (result.tensors > 1)}",
+        notes=_notes(result),
+        warnings=[] if result.warning is None else [result.warning],
+    )
 
 
-def _notes(measured: Measured) -> list[str]:
-    notes = [_what_is_added(measured)]
-    if measured.unused:
-        count = f"{len(measured.unused)} of {measured.tensors}"
+def _notes(result: StepResult) -> list[str]:
+    notes = [_added_note(result)]
+    if result.unused:
+        count = f"{len(result.unused)} of {result.tensors}"
         notes.append(
             f"torch runs with find_unused_parameters=True, without which it would raise: {count} parameters "
-            f"got no gradient in some step (first: {measured.unused[0]})"
+            f"got no gradient in some step (first: {result.unused[0]})"
         )
     return notes
 
 
-def _what_is_added(measured: Measured) -> str:
-    ours, theirs = (measured.seconds.added(side) for side in (PACELINE, TORCH))
-    if (base := timing(theirs)).low <= 0:
-        return "what synchronisation adds cannot be told from noise"
-    torch_words = f"synchronisation adds {milliseconds(base.median * 1e3)} under torch"
-    if (own := timing(ours)).low <= 0:
-        return f"{torch_words}, and under paceline what cannot be told from noise"
-    share = "{:.2f} ({:.2f}..{:.2f})".format(
-        *(each / base.median for each in (own.median, own.low, own.high))
-    )
-    return f"{torch_words} and {milliseconds(own.median * 1e3)} under paceline: {share} of it"
+def _added_note(result: StepResult) -> str:
+    ours, theirs = (timing(result.times.added(side)) for side in (PACELINE, TORCH))
+    if theirs.low <= 0:
+        return "what synchronisation adds is smaller than the noise"
+    by_torch = f"synchronisation adds {format_seconds(theirs.median)} under torch"
+    if ours.low <= 0:
+        return f"{by_torch}; what it adds under paceline is smaller than the noise"
+    share = with_quartiles(ours, factor=1 / theirs.median, to="..")
+    return f"{by_torch} and {format_seconds(ours.median)} under paceline: {share} of it"
 
 
-def of_collective(case: Case, seconds: Seconds, *, calls: int) -> Block:
+def collective_results(case: CollectiveCase, seconds: SecondsBySide, *, calls: int) -> ResultGroup:
     """Calls of a collective."""
-    lines = []
+    rows = []
     for side, values in seconds.items():
         value, spread = ratio(seconds["gloo"], values)
-        lines.append(
-            Line(
+        rows.append(
+            ResultRow(
                 side,
                 timing(values),
-                times_as_fast=None if side == "floor" else value,
-                spread=spread if side not in ("gloo", "floor") else None,
+                times_as_fast=None if side == "memcpy" else value,
+                spread=spread if side not in ("gloo", "memcpy") else None,
             )
         )
-    return Block(case.collective, shown_size(case.size), lines, len(seconds["gloo"]), calls)
+    return ResultGroup(case.collective, format_size(case.size), rows, len(seconds["gloo"]), calls)
 
 
-def as_json(blocks: Sequence[Block], options: Mapping[str, object], doubts: Sequence[str]) -> dict[str, Any]:
-    """All of it, with the machine, and what it ran with."""
-    versions = {
-        "paceline": paceline.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+def as_json(
+    groups: Sequence[ResultGroup], options: Mapping[str, object], warnings: Sequence[str]
+) -> dict[str, Any]:
+    """All results, with the machine, the versions and the options."""
     rows = [
-        {"kind": block.kind, "what": block.what, **asdict(line), "rounds": block.rounds, "calls": block.calls}
-        for block in blocks
-        for line in block.lines
+        {"kind": group.kind, "what": group.what, **asdict(row), "rounds": group.rounds, "calls": group.calls}
+        for group in groups
+        for row in group.rows
     ]
-    notes = [{"what": block.what, "note": note} for block in blocks for note in block.notes]
-    doubted = [{"what": block.what, "doubt": doubt} for block in blocks for doubt in block.doubts]
+    of_groups = [{"what": group.what, "warning": text} for group in groups for text in group.warnings]
     return {
         "machine": processor(),
         "system": platform.platform(),
-        "versions": versions,
+        "versions": {"paceline": paceline.__version__, **versions()},
         "options": dict(options),
         "rows": rows,
-        "notes": notes,
-        "doubts": doubted + [{"what": None, "doubt": doubt} for doubt in doubts],
+        "notes": [{"what": group.what, "note": text} for group in groups for text in group.notes],
+        "warnings": of_groups + [{"what": None, "warning": text} for text in warnings],
     }
+
+
+def show_steps(group: ResultGroup, console: Console) -> None:
+    """A table of a model's steps, one row per side, with its notes and warnings."""
+    unit, factor = time_unit(max(row.seconds.median for row in group.rows))
+    table = _table(
+        f"step of {group.what}: {group.about}", ("side", f"step, {unit}", f"adds, {unit}", "times as fast")
+    )
+    for row in group.rows:
+        adds = "" if row.adds is None else with_quartiles(row.adds, factor=factor, to="..")
+        step = with_quartiles(row.seconds, factor=factor, to="..")
+        table.add_row(escape(row.side), step, adds, _times_as_fast(row))
+    console.print(table)
+    for note in group.notes:
+        console.print(escape(note))
+    for warning in group.warnings:
+        console.print(escape(warning), style="bold yellow")
+    console.print()
+
+
+def show_collectives(groups: Sequence[ResultGroup], console: Console) -> None:
+    """A table of a collective by size, one row per side."""
+    table = _table("all-reduce of float32", ("size", "through", "time per call", "times as fast"))
+    for group in groups:
+        for number, row in enumerate(group.rows):
+            unit, factor = time_unit(row.seconds.median)
+            time = f"{with_quartiles(row.seconds, factor=factor, to='..')} {unit}"
+            table.add_row("" if number else group.what, escape(row.side), time, _times_as_fast(row))
+        table.add_section()
+    console.print(table)
+    console.print(f"{LEGEND}\n", style="dim")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=escape(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
+    return table
+
+
+def _times_as_fast(row: ResultRow) -> str:
+    if row.times_as_fast is None:
+        return ""
+    if row.spread is None:
+        return f"{row.times_as_fast:.0f}"
+    return with_quartiles(Timing(row.times_as_fast, *row.spread), to="..")

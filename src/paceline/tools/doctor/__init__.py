@@ -1,1 +1,1 @@
-"""What is wrong with a host, or among ranks: facts gathered in thin code and judged in pure code."""
+"""Diagnoses a host and the ranks on it: thin code gathers facts, pure functions judge them."""

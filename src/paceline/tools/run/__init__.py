@@ -1,1 +1,1 @@
-"""Starting ranks: a script's or a function's, on torch's elastic agent."""
+"""``paceline run`` and ``paceline.launch``: start ranks with torch's elastic agent."""

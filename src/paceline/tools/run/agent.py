@@ -1,14 +1,16 @@
-"""Ranks on torch's elastic agent, which does rendezvous, several hosts and restarts."""
+"""Runs a job's ranks on torch's elastic agent, which does rendezvous, several hosts and restarts."""
 
 import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -21,25 +23,33 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.recording.recorder import FOLDER_VARIABLE
-from paceline.tools.run.console import Sink
-from paceline.tools.run.failures import Failure, verdict
-from paceline.tools.run.output import Output
-from paceline.tools.run.processes import orphans_adopted
+from paceline.tools.run.console import Destination, StatusLine
+from paceline.tools.run.failures import RankFailure, summarise
 from paceline.tools.run.progress import read_progress
-from paceline.tools.run.ranks import Ranks, Streams
-from paceline.tools.run.signals import Signals
-from paceline.tools.run.status import Status
+from paceline.tools.run.rank_output import OutputThread, RankLogs
+from paceline.tools.run.rank_processes import RankProcesses, child_subreaper
 from paceline.tools.run.worker import FOLDER
 
-# What ranks get to end when another one has failed. When a signal asked for it they get the agent's 30 s.
-FAILED_SECONDS = 2
-# Their words on ranks that fail or are ended, which are told here otherwise.
-TALKERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
+# How long ranks may take to end after another rank has failed. After a signal they have the agent's 30 s.
+SECONDS_AFTER_FAILURE = 2
+# Loggers of torch's agent that report failed ranks, which we report ourselves.
+FAILURE_LOGGERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of this host runs, and what is done with what it prints."""
+    """What every rank of this host runs, and where its output goes.
+
+    Attributes:
+        config: torch's launch configuration.
+        command: the command line of each rank.
+        log_dir: the folder for log files.
+        environment: variables that each rank gets.
+        only_logged: streams that are logged and not shown.
+        shown_ranks: local ranks whose output is shown; None for all.
+        seconds_after_failure: how long ranks may take to end after another rank has failed.
+        owns_all_children: whether all children of this process are ranks or were started by ranks.
+    """
 
     config: LaunchConfig
     command: tuple[str, ...]
@@ -47,77 +57,65 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     only_logged: Std | dict[int, Std] = Std.NONE
     shown_ranks: set[int] | None = None
-    failed_seconds: int = FAILED_SECONDS
-    # Whether this process has no children but ranks and theirs.
-    adopts_all: bool = False
+    seconds_after_failure: int = SECONDS_AFTER_FAILURE
+    owns_all_children: bool = False
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a job ended: the failures of its ranks, or the signal that ended it, or the agent's own error."""
+class JobResult:
+    """How a job ended: the failed ranks, the signal that stopped it, or the agent's own error, if any."""
 
-    failures: list[Failure]
+    failures: list[RankFailure]
     signal: signal.Signals | None
     error: Exception | None
 
-    @property
-    def is_good(self) -> bool:
-        """Whether every rank has ended well."""
-        return not self.failures and self.signal is None and self.error is None
 
-
-def thread_budget(ranks: int) -> int:
-    """How many threads each of the ranks of this host gets."""
-    return max(1, cores() // ranks)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
+def available_cores() -> int:
+    """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def environment(ranks: int) -> dict[str, str]:
-    """What is in each rank's environment unless the caller has it in its own."""
-    budget = os.environ.get("OMP_NUM_THREADS", str(thread_budget(ranks)))
-    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": budget}
+def rank_environment(ranks: int) -> dict[str, str]:
+    """The variables that each of this host's ranks gets; the cores are divided among them."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
 
 
-def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> Ending:
-    """Run the job to its end, and leave nothing of it running. ``folder`` is for what ranks tell."""
-    sinks = (Sink(stdout), Sink(stderr))
+def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
+    """Run the job to its end, and leave none of its processes running. ``folder`` is for what ranks write."""
+    destinations = (Destination(stdout), Destination(stderr))
     record = _record_folder(job, folder)
-    output = Output(
-        Status(sinks[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns)
-    )
-    streams = Streams(
+    status = StatusLine(destinations[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns)
+    output = OutputThread(status)
+    logs = RankLogs(
         folder,
         output,
-        sinks,
+        destinations,
         log_dir=job.log_dir,
         environment={**job.environment, FOLDER_VARIABLE: str(record)},
         only_logged=job.only_logged,
         shown_ranks=job.shown_ranks,
     )
-    ranks = Ranks(output, lambda: streams.folder, adopts_all=job.adopts_all)
-    signals = Signals(job.config.signals_to_handle.split(","), lambda: ranks.end(at_once=True))
+    processes = RankProcesses(output, lambda: logs.folder, owns_all_children=job.owns_all_children)
+    signals = SignalHandlers(job.config.signals_to_handle.split(","), lambda: processes.stop(at_once=True))
 
     def say(text: str) -> None:
-        output.say(sinks[1], f"paceline: {text}")
+        output.say(destinations[1], f"paceline: {text}")
 
     error = None
-    with signals, orphans_adopted(), _quiet():
+    with signals, child_subreaper(), _silent_failure_loggers():
         try:
             try:
-                _run(Agent(job, streams, ranks, signals, say))
+                _run_agent(Agent(job, logs, processes, signals, say))
             finally:
-                signals.hold()
+                signals.stop_raising()
         except SignalException:
             pass
         except Exception as raised:
             error = raised
-        ranks.end()
+        processes.stop()
         output.finish()
-    return Ending(ranks.failures(), signals.received, error)
+    return JobResult(processes.failures(), signals.received, error)
 
 
 def _record_folder(job: Job, otherwise: Path) -> Path:
@@ -128,25 +126,25 @@ def _record_folder(job: Job, otherwise: Path) -> Path:
     return Path(asked).absolute() if asked else otherwise / "record"
 
 
-def _run(agent: "Agent") -> None:
+def _run_agent(agent: "Agent") -> None:
     """Run ranks, and tell other hosts when all is over; after a signal, this host may come back."""
     try:
         agent.run()
     except SignalException:
-        agent.tell(agent.get_event_failed())
+        agent.record_event(agent.get_event_failed())
         raise
     except BaseException:
-        agent.tell(agent.get_event_failed())
-        agent.leave()
+        agent.record_event(agent.get_event_failed())
+        agent.leave_rendezvous()
         raise
-    agent.tell(agent.get_event_succeeded())
-    agent.leave()
+    agent.record_event(agent.get_event_succeeded())
+    agent.leave_rendezvous()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave what the agent logs of failed ranks out, unless its log is asked for."""
-    loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in TALKERS]
+def _silent_failure_loggers() -> Iterator[None]:
+    """Turn off what the agent logs about failed ranks, unless LOGLEVEL asks for its log."""
+    loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in FAILURE_LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = logger.disabled or "LOGLEVEL" not in os.environ
@@ -157,31 +155,85 @@ def _quiet() -> Iterator[None]:
             logger.disabled = was_disabled
 
 
+class SignalHandlers:
+    """While entered: the first signal raises what torch's agent expects, a second one calls ``stop_now``.
+
+    Handlers can only be set in the main thread; in other threads signals keep their effect.
+    """
+
+    def __init__(self, names: Sequence[str], stop_now: Callable[[], None]) -> None:
+        self.received: signal.Signals | None = None
+        self._handled = [signal.Signals[name.strip()] for name in names if name.strip()]
+        self._stop_now = stop_now
+        self._before: dict[signal.Signals, Any] = {}
+        self._may_raise = True
+
+    def __enter__(self) -> Self:
+        self._before = self._install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def reinstall(self) -> None:
+        """Set the handlers again, after torch's agent has set its own."""
+        self._install()
+
+    def stop_raising(self) -> None:
+        """Only note signals from now on: an exception would interrupt the code that stops the ranks."""
+        self._may_raise = False
+
+    def _install(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {signum: signal.signal(signum, self._handler(signum)) for signum in self._handled}
+
+    def _handler(self, signum: signal.Signals) -> Any:
+        """Our handler, except for a SIGHUP that nohup has told this process to ignore."""
+        before = self._before.get(signum, signal.getsignal(signum))
+        return before if signum == signal.SIGHUP and before is signal.SIG_IGN else self._receive
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a handler's arguments
+        is_first, self.received = self.received is None, self.received or signal.Signals(signum)
+        if not is_first:
+            self._stop_now()
+        elif self._may_raise:
+            raise SignalException(f"received {self.received.name}", self.received)
+
+
 class Agent(LocalElasticAgent):
-    """torch's agent, with an eye on the processes that it starts. Tried with torch 2.13."""
+    """torch's agent, which also tells us which processes it starts. Tried with torch 2.13."""
 
     def __init__(
-        self, job: Job, streams: Streams, ranks: Ranks, signals: Signals, say: Callable[[str], None]
+        self,
+        job: Job,
+        logs: RankLogs,
+        processes: RankProcesses,
+        signals: SignalHandlers,
+        say: Callable[[str], None],
     ) -> None:
         config = job.config
         assert config.shutdown_timeout is not None
         super().__init__(
             spec=_spec(job),
-            logs_specs=streams,
+            logs_specs=logs,
             start_method=config.start_method,
             shutdown_timeout=config.shutdown_timeout,
         )
-        self._ranks = ranks
+        self._processes = processes
         self._signals = signals
         self._say = say
-        self._failed_seconds = job.failed_seconds
+        self._seconds_after_failure = job.seconds_after_failure
         self._event_log = config.event_log_handler
 
-    def tell(self, event: Event) -> None:
-        """Hand an event of the agent itself to whoever was named with ``--event-log-handler``."""
+    def record_event(self, event: Event) -> None:
+        """Pass an event of the agent itself to the handler that ``--event-log-handler`` names."""
         events.record(event, self._event_log)
 
-    def leave(self) -> None:
+    def leave_rendezvous(self) -> None:
         """Tell the other hosts' agents that this one is done."""
         self._rdzv_handler.shutdown()
 
@@ -190,47 +242,47 @@ class Agent(LocalElasticAgent):
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         handlers = context.subprocess_handlers
-        self._ranks.started({w.global_rank: handlers[w.local_rank].proc for w in worker_group.workers})
-        # The agent has put handlers of its own in place, which would raise again while ranks are being ended.
-        self._signals.insist()
+        self._processes.started({w.global_rank: handlers[w.local_rank].proc for w in worker_group.workers})
+        # The agent has just set its own handlers, which would raise again while ranks are being stopped.
+        self._signals.reinstall()
         for handler in handlers.values():
-            # The rank's ends of its pipes, of which the agent keeps copies.
+            # The agent keeps copies of the rank's ends of its pipes.
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
-        self._bound_the_end(context)
+        self._limit_close_time(context)
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
-        self._ranks.end()
-        told = verdict(self._ranks.failures())
-        # Where hosts come or go, ranks are ended though none has failed.
-        if told is not None and not told.first.was_ended:
-            self._say(f"{told}\nstarting the ranks again (restarts left: {self._remaining_restarts})")
+        self._processes.stop()
+        summary = summarise(self._processes.failures())
+        # When hosts come or go, ranks are stopped though none has failed.
+        if summary is not None and not summary.root_cause.was_stopped:
+            self._say(f"{summary}\nstarting the ranks again (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self._signals.received is not None:
             self._say(
-                f"{self._signals.received.name}: the ranks are asked to end, and have {timeout} s for it; "
-                "once more ends them at once"
+                f"{self._signals.received.name}: waiting up to {timeout} s for the ranks to end; "
+                "a second signal stops them at once"
             )
         super()._shutdown(death_sig, timeout)
 
-    def _bound_the_end(self, context: SubprocessContext) -> None:
-        """Have ranks that must end because one has failed do so soon; the agent would wait for 30 s."""
+    def _limit_close_time(self, context: SubprocessContext) -> None:
+        """Give ranks that must end because another has failed less time than the agent's 30 s."""
         close = context.close
 
         def close_soon(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
-            self._ranks.asked_to_end()
-            close(death_sig, self._failed_seconds if timeout is None else timeout)
+            self._processes.asked_to_stop()
+            close(death_sig, self._seconds_after_failure if timeout is None else timeout)
 
         context.close = close_soon  # type: ignore[method-assign]
 
 
 def _spec(job: Job) -> WorkerSpec:
-    """The job in the words of torch's agent."""
+    """The job as torch's agent wants it."""
     config = job.config
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -261,7 +313,7 @@ def _spec(job: Job) -> WorkerSpec:
 
 
 def _fixed_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    """Where ranks meet, if it was said; the agents find a place otherwise."""
+    """The address of a static rendezvous; otherwise the agents choose one."""
     if parameters.backend != "static":
         return None, None
     return parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=-1)

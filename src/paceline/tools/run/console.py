@@ -1,31 +1,41 @@
-"""Lines of several ranks on one screen, none of them cut by another's."""
+"""The launcher's terminal or log: lines of several ranks, never mixed, and a status line below them."""
 
+import io
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-# Readable on dark and on light: green, blue, magenta, cyan, yellow, red.
+import rich.console
+from rich.text import Text
+
+from paceline.tools.run.live import Pace
+
+# Readable on dark and on light backgrounds: green, blue, magenta, cyan, yellow, red.
 COLOURS = (32, 34, 35, 36, 33, 31)
 ERASE_LINE = "\r\x1b[K"
+# How often the status is updated, in seconds.
+ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0
 
 
-class Sink:
-    """Where text ends up: the standard output or the standard error of whoever started the ranks."""
+class Destination:
+    """The launcher's standard output or standard error."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        # Whatever stands for a stream in a program may lack this.
+        # A program may have replaced sys.stdout by an object without isatty.
         self.is_terminal = bool(getattr(stream, "isatty", lambda: False)())
         self.has_colour = self.is_terminal and "NO_COLOR" not in os.environ
 
     def write(self, text: str) -> None:
-        """Write and show at once. When that can no longer be done, ranks go on, and their words are lost."""
+        """Write and flush. After the first error the ranks go on, and their output is dropped."""
         if self._stream is None:
             return
         try:
             self._stream.write(self._encodable(self._stream, text))
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads, the disk is full, the terminal is gone, it was closed
+        except (OSError, ValueError):  # nobody reads, the disk is full, the terminal or the file is closed
             self._stream = None
 
     def _encodable(self, stream: TextIO, text: str) -> str:
@@ -38,69 +48,135 @@ class Source:
     """One stream of one rank, and where it goes."""
 
     rank: int
-    sink: Sink
+    destination: Destination
 
     @property
     def prefix(self) -> str:
         """What its lines begin with."""
         label = f"[{self.rank}]"
-        if not self.sink.has_colour:
+        if not self.destination.has_colour:
             return f"{label} "
         return f"\x1b[{COLOURS[self.rank % len(COLOURS)]}m{label}\x1b[0m "
 
 
 class Console:
-    """The screen: whole lines, at most one line that its source may still go on with, or a status below."""
+    """Writes whole lines; the last line may be unfinished, or the status line."""
 
     def __init__(self) -> None:
-        self._open: Source | None = None
+        # The source whose unfinished line is last, and what is shown of it.
+        self._unfinished: Source | None = None
         self._shown = ""
-        self._status: Sink | None = None
+        self._status: Destination | None = None
 
-    def status(self, sink: Sink, text: str) -> None:
-        """Show a line that goes when there is another; on a terminal, and not below an unfinished line."""
-        if self._open is None:
-            sink.write(f"{ERASE_LINE}{text}")
-            self._status = sink
+    def status(self, destination: Destination, text: str) -> None:
+        """Show the status line on a terminal, unless an unfinished line is in its place."""
+        if self._unfinished is None:
+            destination.write(f"{ERASE_LINE}{text}")
+            self._status = destination
 
     @property
     def has_status(self) -> bool:
-        """Whether the status is on the screen."""
+        """Whether the status line is visible."""
         return self._status is not None
 
     def line(self, source: Source, text: str) -> None:
         """Show a whole line."""
-        # Its end in the same write: another host's command may have this screen too.
-        self._go_on(source, text, end="\n")
-        self._open, self._shown = None, ""
+        # Text and line end in one write: the command of another host may use the same terminal.
+        self._write(source, text, end="\n")
+        self._unfinished, self._shown = None, ""
 
     def unfinished(self, source: Source, text: str) -> None:
-        """Show a line so far; it can be gone on with until another source has something to show."""
-        self._go_on(source, text)
+        """Show a line so far; the source can continue it until another one has something to show."""
+        self._write(source, text)
 
-    def can_go_on(self, source: Source) -> bool:
-        """Whether the last line on the screen is an unfinished one of this source."""
-        return self._open is source
+    def can_continue(self, source: Source) -> bool:
+        """Whether the last line is an unfinished one of this source."""
+        return self._unfinished is source
 
-    def close_line(self) -> None:
-        """Have whatever comes next begin a line."""
-        self._take_status_away()
-        if self._open is not None:
-            self._open.sink.write("\n")
-        self._open, self._shown = None, ""
+    def end_line(self) -> None:
+        """Make whatever comes next begin on a new line."""
+        self._erase_status()
+        if self._unfinished is not None:
+            self._unfinished.destination.write("\n")
+        self._unfinished, self._shown = None, ""
 
-    def _take_status_away(self) -> None:
+    def _erase_status(self) -> None:
         if self._status is not None:
             self._status.write(ERASE_LINE)
             self._status = None
 
-    def _go_on(self, source: Source, text: str, *, end: str = "") -> None:
-        self._take_status_away()
-        if self._open is source and text.startswith(self._shown):
-            source.sink.write(text[len(self._shown) :] + end)
-        elif self._open is source and source.sink.is_terminal:
-            source.sink.write(f"{ERASE_LINE}{source.prefix}{text}{end}")
+    def _write(self, source: Source, text: str, *, end: str = "") -> None:
+        self._erase_status()
+        if self._unfinished is source and text.startswith(self._shown):
+            source.destination.write(text[len(self._shown) :] + end)
+        elif self._unfinished is source and source.destination.is_terminal:
+            source.destination.write(f"{ERASE_LINE}{source.prefix}{text}{end}")
         else:
-            self.close_line()
-            source.sink.write(f"{source.prefix}{text}{end}")
-        self._open, self._shown = source, text
+            self.end_line()
+            source.destination.write(f"{source.prefix}{text}{end}")
+        self._unfinished, self._shown = source, text
+
+
+class StatusLine:
+    """How fast the run is: the last line of a terminal, elsewhere a line every few seconds.
+
+    Args:
+        destination: where it is shown.
+        look: reads the pace from the ranks' recordings; None if there is nothing to show.
+        columns: the width of the terminal.
+
+    Attributes:
+        text: what was shown last.
+    """
+
+    def __init__(
+        self, destination: Destination, look: Callable[[], Pace | None], columns: Callable[[], int]
+    ) -> None:
+        self.destination = destination
+        self._look = look
+        self._columns = columns
+        self._pace: Pace | None = None
+        self.text: str | None = None
+        self._next = 0.0
+
+    def due(self) -> str | None:
+        """What is to be shown now, if anything."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        is_first, self._next = (
+            not self._next,
+            now + (ON_A_TERMINAL if self.destination.is_terminal else ELSEWHERE),
+        )
+        if is_first and not self.destination.is_terminal:  # there is hardly anything to show yet
+            return None
+        return self._update(self._look())
+
+    def last(self) -> str | None:
+        """What is shown at the end, to stay."""
+        if self.destination.is_terminal:
+            self._pace = None  # what was shown has been erased
+        return self._update(self._look())
+
+    def _update(self, pace: Pace | None) -> str | None:
+        if pace is None or pace == self._pace:
+            return None
+        self._pace = pace
+        self.text = self._styled(pace) if self.destination.is_terminal else f"paceline: {pace}"
+        return self.text
+
+    def _styled(self, pace: Pace) -> str:
+        """One line, not wider than the terminal."""
+        screen = rich.console.Console(
+            file=io.StringIO(),
+            force_terminal=self.destination.has_colour,
+            no_color=not self.destination.has_colour,
+            width=max(20, self._columns() - 1),
+        )
+        text = Text()
+        for number, part in enumerate(pace.parts()):
+            text.append(" · " if number else "", style="dim").append(part, style="" if number else "bold")
+        text.truncate(screen.width, overflow="ellipsis")
+        with screen.capture() as captured:
+            screen.print(text, end="")
+        return captured.get()

@@ -1,4 +1,4 @@
-"""Which rank failed first, which only because of it, and how it is told. Nothing here touches a process."""
+"""Which rank's failure is the root cause, which ones only followed from it, and how they are shown."""
 
 import re
 import signal
@@ -8,26 +8,30 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.tools.run.worker import ENDED, INTERRUPTED
+from paceline.tools.run.worker import EXIT_SIGINT, EXIT_SIGTERM
 
-# Errors that say that another rank is missing. Named, because they were raised in another process.
-OF_OTHERS = frozenset(
+# Errors that mean that another rank is missing. By name, because they were raised in another process.
+PEER_ERRORS = frozenset(
     f"paceline.errors.{name}" for name in ("PeerError", "StalledError", "LostRankError", "LateRankError")
 )
-# What gloo and torch's store say when the process at the other end has gone.
-GONE = re.compile(
+# What gloo and torch's store say when the process at the other end is gone.
+LOST_CONNECTION = re.compile(
     r"connection (was likely )?(closed|reset|refused)|pair closure|broken pipe|failed to (recv|send)",
     re.IGNORECASE,
 )
-LIBRARY = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
+LIBRARY_FILE = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
 LONGEST_LINE = 200
-ELSEWHERE = "all of this is because of a rank that is not told of here: it may be another host's"
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ROOT_CAUSE_ELSEWHERE = "a rank that is not listed here caused these failures: it may be on another host"
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A rank that did not end well. A negative exit code is a signal's number."""
+class RankFailure:
+    """A rank whose exit code was not 0. A negative exit code is a signal's number.
+
+    ``origins`` are the first errors of the chain of causes. ``was_stopped`` says that the rank ended because
+    it was asked to.
+    """
 
     rank: int
     host: str
@@ -37,132 +41,129 @@ class Failure:
     kind: str = ""
     message: str = ""
     trace: str = ""
-    roots: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    was_ended: bool = False
+    origins: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    was_stopped: bool = False
 
     @property
-    def is_consequence(self) -> bool:
-        """Whether it began with the loss of another rank, or by being ended."""
-        return self.was_ended or (bool(self.roots) and all(map(_is_of_others, self.roots)))
+    def is_secondary(self) -> bool:
+        """Whether it followed from the loss of another rank, or the rank was stopped."""
+        return self.was_stopped or (
+            bool(self.origins) and all(means_lost_rank(**origin) for origin in self.origins)
+        )
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell has it."""
+        """The exit code as a shell shows it."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     @property
-    def is_traceback_wanted(self) -> bool:
-        """Whether its traceback says more than how the process ended."""
+    def has_error(self) -> bool:
+        """Whether an exception ended the rank, whose traceback says more than the exit code."""
         return self.kind not in ("", "SystemExit", "KeyboardInterrupt")
 
     @property
-    def is_shown_whole(self) -> bool:
-        """Whether there is a traceback, or a crashed interpreter's last words, to be shown."""
-        return self.is_traceback_wanted or (self.exit_code < 0 and bool(self.trace))
+    def has_trace(self) -> bool:
+        """Whether there is a traceback to show, of an exception or of a crashed interpreter."""
+        return self.has_error or (self.exit_code < 0 and bool(self.trace))
 
     def in_a_line(self) -> str:
-        """What happened, in few words."""
+        """What happened, in one line."""
         if self.kind == "KeyboardInterrupt":
             return f"interrupted at {_place(self.trace)}"
-        if self.was_ended:
-            return "ended"
-        if self.is_traceback_wanted:
-            said = self.message.strip().partition("\n")[0]
-            words = textwrap.shorten(f"{self.kind}: {said}" if said else self.kind, LONGEST_LINE)
-            return f"{words} (a consequence)" if self.is_consequence else words
-        return how_it_ended(self.exit_code)
+        if self.was_stopped:
+            return "stopped"
+        if self.has_error:
+            first_line = self.message.strip().partition("\n")[0]
+            error = textwrap.shorten(f"{self.kind}: {first_line}" if first_line else self.kind, LONGEST_LINE)
+            return f"{error} (because another rank failed)" if self.is_secondary else error
+        return describe_exit(self.exit_code)
 
 
-def _is_of_others(root: Mapping[str, Any]) -> bool:
-    types = root["types"]
-    if not OF_OTHERS.isdisjoint(types):
+def means_lost_rank(types: Sequence[str], message: str) -> bool:
+    """Whether an error, given by the names of its types and its message, says that another rank is gone."""
+    if not PEER_ERRORS.isdisjoint(types):
         return True
-    return "builtins.RuntimeError" in types and GONE.search(root["message"]) is not None
+    return "builtins.RuntimeError" in types and LOST_CONNECTION.search(message) is not None
 
 
 def _place(trace: str) -> str:
-    """The innermost place that a traceback names, in the program itself if it names one."""
+    """The innermost place of a traceback, outside of libraries if possible."""
     places = re.findall(r'File "([^"]+)", line (\d+)(?:, in (\S+))?', trace)
     if not places:
         return "an unknown place"
-    of_program = [place for place in places if not LIBRARY.search(place[0])]
+    of_program = [place for place in places if not LIBRARY_FILE.search(place[0])]
     file, line, function = (of_program or places)[-1]
     return f"{file}:{line}" + (f" in {function}" if function else "")
 
 
-def how_it_ended(exit_code: int) -> str:
-    """An exit code in words."""
+def describe_exit(exit_code: int) -> str:
+    """An exit code or a signal, for people."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
         name = signal.Signals(-exit_code).name
-    except ValueError:  # A real-time signal has a number only.
+    except ValueError:  # a real-time signal has a number only
         name = f"signal {-exit_code}"
     if -exit_code == signal.SIGKILL:
-        return f"killed by {name}: by somebody, or by the kernel because memory ran out (see dmesg)"
+        return f"killed by {name}: by a user, or by the kernel because memory ran out (see dmesg)"
     return f"killed by {name}"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The first failure, the ranks on which the same happened, and the others."""
+class FailureSummary:
+    """The root cause, other ranks with the same failure, and all other failures."""
 
-    first: Failure
-    same: tuple[Failure, ...]
-    others: tuple[Failure, ...]
+    root_cause: RankFailure
+    same: tuple[RankFailure, ...]
+    others: tuple[RankFailure, ...]
 
     def __str__(self) -> str:
-        return "\n".join(
-            [self._first(), *folded(self.others), *([ELSEWHERE] if self.first.is_consequence else [])]
-        )
+        lines = [self._describe_root_cause(), *in_lines(self.others)]
+        return "\n".join([*lines, ROOT_CAUSE_ELSEWHERE] if self.root_cause.is_secondary else lines)
 
-    def _first(self) -> str:
-        first, ranks = self.first, [self.first.rank, *map(_rank, self.same)]
+    def _describe_root_cause(self) -> str:
+        first, ranks = self.root_cause, [self.root_cause.rank, *map(_rank, self.same)]
         at = datetime.fromtimestamp(first.time).strftime("%H:%M:%S.%f")[:-3]
-        where = f"host {first.host}, pid {first.pid}, {at}"
-        what = "failed" if first.is_traceback_wanted else first.in_a_line()
-        heading = f"{named(ranks)} {what} ({where})"
-        return (
-            f"{heading}:\n{textwrap.indent(first.trace.rstrip(), '  ')}" if first.is_shown_whole else heading
-        )
+        what = "failed" if first.has_error else first.in_a_line()
+        heading = f"{_name_ranks(ranks)} {what} (host {first.host}, pid {first.pid}, {at})"
+        return f"{heading}:\n{textwrap.indent(first.trace.rstrip(), '  ')}" if first.has_trace else heading
 
 
-def verdict(failures: Iterable[Failure]) -> Verdict | None:
-    """Sort failures out: the earliest is first, but never a consequence while there is anything else."""
-    ordered = sorted(failures, key=lambda failure: (failure.was_ended, failure.is_consequence, failure.time))
+def summarise(failures: Iterable[RankFailure]) -> FailureSummary | None:
+    """Find the root cause: the earliest failure, but a secondary one only if there is no other kind."""
+    ordered = sorted(failures, key=lambda failure: (failure.was_stopped, failure.is_secondary, failure.time))
     if not ordered:
         return None
-    first, *rest = ordered
-    same = [failure for failure in rest if _what(failure) == _what(first) and not failure.is_consequence]
-    others = [failure for failure in rest if failure not in same]
-    return Verdict(first, tuple(sorted(same, key=_rank)), tuple(sorted(others, key=_rank)))
+    root_cause, *rest = ordered
+    same = [each for each in rest if _identity(each) == _identity(root_cause) and not each.is_secondary]
+    others = [each for each in rest if each not in same]
+    return FailureSummary(root_cause, tuple(sorted(same, key=_rank)), tuple(sorted(others, key=_rank)))
 
 
-def folded(failures: Iterable[Failure]) -> list[str]:
-    """A line for each thing that happened, with all ranks on which it did; consequences by their kind."""
-    told: dict[str, list[Failure]] = {}
+def in_lines(failures: Iterable[RankFailure]) -> list[str]:
+    """One line per failure, with all ranks that had it. Secondary errors of one type share a line."""
+    by_line: dict[str, list[RankFailure]] = {}
     for failure in failures:
-        is_folded = failure.is_consequence and failure.is_traceback_wanted and not failure.was_ended
-        told.setdefault(failure.kind if is_folded else failure.in_a_line(), []).append(failure)
-    return [f"{named(map(_rank, those))}: {those[0].in_a_line()}" for those in told.values()]
+        by_type = failure.is_secondary and failure.has_error and not failure.was_stopped
+        by_line.setdefault(failure.kind if by_type else failure.in_a_line(), []).append(failure)
+    return [f"{_name_ranks(map(_rank, alike))}: {alike[0].in_a_line()}" for alike in by_line.values()]
 
 
-def was_ended(exit_code: int, *, at: float, asked_at: float | None) -> bool:
-    """Whether a rank ended as ranks do that are asked to, after it was asked to."""
+def was_stopped(exit_code: int, *, at: float, asked_at: float | None) -> bool:
+    """Whether a rank ended by a stopping signal after it was asked to end."""
     if asked_at is None or at < asked_at:
         return False
-    return exit_code in (ENDED, INTERRUPTED) or -exit_code in ENDING_SIGNALS
+    return exit_code in (EXIT_SIGTERM, EXIT_SIGINT) or -exit_code in STOPPING_SIGNALS
 
 
-def named(ranks: Iterable[int]) -> str:
-    """Ranks in words."""
+def _name_ranks(ranks: Iterable[int]) -> str:
     listed = sorted(ranks)
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
-def _what(failure: Failure) -> tuple[str, str, str, int]:
+def _identity(failure: RankFailure) -> tuple[str, str, str, int]:
     return failure.kind, failure.message, failure.trace, failure.exit_code
 
 
-def _rank(failure: Failure) -> int:
+def _rank(failure: RankFailure) -> int:
     return failure.rank

@@ -1,4 +1,4 @@
-"""A function on several ranks, from a program or a notebook."""
+"""``paceline.launch``: calls a function on several ranks, from a program or a notebook."""
 
 import os
 import pickle
@@ -25,19 +25,19 @@ def launch(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``n`` ranks of this host, and return their results in rank order.
 
-    Each rank is a fresh process with the environment that torchrun gives, so ``fn`` calls
-    ``init_process_group`` itself. The function, its arguments and its results are pickled, with cloudpickle:
-    what a notebook or the main program defines can be sent. What ranks print appears line by line with the
-    rank's number, and with ``log_dir`` in files too.
+    Each rank is a new process with the environment variables that torchrun sets, so ``fn`` calls
+    ``init_process_group`` itself. The function, its arguments and its results are pickled with cloudpickle,
+    so ``fn`` may be defined in a notebook or in the main program. What ranks print appears line by line with
+    the rank's number; with ``log_dir`` it is also written to files.
 
     Raises:
-        LaunchError: a rank failed; the message has the first failure's traceback.
+        LaunchError: a rank failed; the message has the traceback of the first failure.
     """
     if n < 1:
         raise OptionError(f"at least one rank is needed (n: {n})")
     with tempfile.TemporaryDirectory(prefix="paceline-") as name:
         folder = Path(name)
-        (folder / "call").write_bytes(_packed(fn, args, kwargs or {}))
+        (folder / "call").write_bytes(_pickled(fn, args, kwargs or {}))
         _run(folder, n, Path(log_dir) if log_dir is not None else None)
         return [_result(folder / "0" / f"{rank}.result", rank) for rank in range(n)]
 
@@ -48,26 +48,24 @@ def _result(file: Path, rank: int) -> Any:
     return pickle.loads(file.read_bytes())  # noqa: S301 - from the ranks that were just started
 
 
-def _packed(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+def _pickled(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
     import cloudpickle
 
     try:
         call = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
-        raise TypeError(
-            f"fn and its arguments must be picklable, so that ranks can get them ({error})"
-        ) from error
+        raise TypeError(f"fn and its arguments must be picklable ({error})") from error
     main = getattr(sys.modules["__main__"], "__file__", None)
     return pickle.dumps({"path": sys.path, "main": main, "call": call})
 
 
 def _run(folder: Path, n: int, log_dir: Path | None) -> None:
-    # Not at the top: importing paceline should not import what starts ranks.
+    # Not at the top of the file: importing paceline should not import the launcher.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from paceline.tools.run import agent, worker
-    from paceline.tools.run.failures import verdict
+    from paceline.tools.run.failures import summarise
 
     config = LaunchConfig(
         min_nodes=1,
@@ -77,16 +75,16 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        # Otherwise a folder for logs is made, which stays empty.
+        # Otherwise torch creates a folder for logs, which would stay empty.
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     command = (sys.executable, "-u", worker.__file__, "--call", str(folder / "call"))
-    job = agent.Job(config, command, log_dir=log_dir, environment=agent.environment(n))
-    ending = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
-    if ending.signal is not None:
-        # To whoever would have got it, had there been no ranks.
-        signal.raise_signal(ending.signal)
-    if ending.error is not None:
-        raise LaunchError(f"the ranks could not be started ({ending.error})") from ending.error
-    if (told := verdict(ending.failures)) is not None:
-        raise LaunchError(str(told))
+    job = agent.Job(config, command, log_dir=log_dir, environment=agent.rank_environment(n))
+    result = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
+    if result.signal is not None:
+        # The caller handles it as if there had been no ranks.
+        signal.raise_signal(result.signal)
+    if result.error is not None:
+        raise LaunchError(f"the ranks could not be started ({result.error})") from result.error
+    if (summary := summarise(result.failures)) is not None:
+        raise LaunchError(str(summary))

@@ -1,4 +1,4 @@
-"""What a check has to say."""
+"""What a check reports: a severity, what was found, and the command that fixes it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Severity(Enum):
-    """How bad it is: a fault breaks a run or spoils it, a notice is worth knowing."""
+    """How bad a finding is: a fault breaks or slows a run, a notice is worth knowing."""
 
     OK = "ok"
     NOTICE = "notice"
@@ -21,9 +21,9 @@ class Finding:
     Attributes:
         check: the check's name.
         severity: how bad it is.
-        found: what was found, in words.
-        fix: a line to copy that mends it.
-        data: the same for programs: what JSON can hold.
+        found: a sentence for people.
+        fix: a command to copy that fixes it; empty if there is none.
+        data: the same for programs, as JSON values.
     """
 
     check: str
@@ -33,7 +33,7 @@ class Finding:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """What ``--json`` prints of it."""
+        """The entry that ``--json`` prints."""
         return {
             "check": self.check,
             "severity": self.severity.value,
@@ -44,26 +44,26 @@ class Finding:
 
 
 def ok(check: str, found: str, **data: Any) -> Finding:
-    """All is well."""
+    """A finding that needs no action."""
     return Finding(check, Severity.OK, found, data=data)
 
 
 def notice(check: str, found: str, fix: str = "", **data: Any) -> Finding:
-    """Worth knowing."""
+    """A finding that is worth knowing; a run can go on with it."""
     return Finding(check, Severity.NOTICE, found, fix, data)
 
 
 def fault(check: str, found: str, fix: str, **data: Any) -> Finding:
-    """Breaks a run, or spoils it."""
+    """A finding that must be fixed."""
     return Finding(check, Severity.FAULT, found, fix, data)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Faults, then notices, then the rest; otherwise in the order in which they were found."""
+    """Faults, then notices, then the rest; within a severity the order does not change."""
     order = list(Severity)
     return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
 def has_faults(findings: Iterable[Finding]) -> bool:
-    """Whether anything must be mended."""
+    """Whether anything must be fixed."""
     return any(finding.severity is Severity.FAULT for finding in findings)

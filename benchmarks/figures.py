@@ -1,0 +1,347 @@
+"""Generates the tables of figures in README.md and docs/ from docs/figures.json, which the benchmarks write.
+
+python benchmarks/figures.py --write    # put the tables into the pages
+python benchmarks/figures.py --check    # exit with 1 if a page is not up to date
+
+A benchmark with `--figures docs/figures.json` replaces its own entry in that file. A page has a table between
+the lines `<!-- figures: NAME begin -->` and `<!-- figures: NAME end -->`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.tools.bench.collective_times import format_size
+from paceline.tools.bench.measure import Size, Timing
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures.json"
+BLOCK = re.compile(
+    r"(?P<begin><!-- figures: (?P<name>\S+) begin -->)\n.*?(?P<end><!-- figures: (?P=name) end -->)",
+    re.DOTALL,
+)
+KINDS = {"s": Timing, "bytes": Size}
+
+Entry = Mapping[str, Any]
+Lines = Iterator[str]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The entries of all benchmarks, by name."""
+    figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return figures
+
+
+def merge(path: Path, name: str, entry: Entry) -> None:
+    """Replace one benchmark's entry in the file, and keep the others."""
+    figures = load(path) | {name: entry}
+    path.write_text(json.dumps(dict(sorted(figures.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def pages() -> list[Path]:
+    """The pages that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rendered(text: str, figures: Mapping[str, Entry]) -> str:
+    """A page's text with its tables as they should be; a table without figures stays as it is."""
+
+    def replace(block: re.Match[str]) -> str:
+        benchmark, render = TABLES[block["name"]]
+        if benchmark not in figures:
+            return block[0]
+        return "\n".join([block["begin"], *render(figures[benchmark]), block["end"]])
+
+    return BLOCK.sub(replace, text)
+
+
+def stale(texts: Mapping[str, str], figures: Mapping[str, Entry]) -> list[str]:
+    """The names of pages that are not up to date."""
+    return [name for name, text in texts.items() if rendered(text, figures) != text]
+
+
+def without_figures(texts: Iterable[str], figures: Mapping[str, Entry]) -> list[str]:
+    """The benchmarks that pages need and that have no entry yet."""
+    needed = {TABLES[block["name"]][0] for text in texts for block in BLOCK.finditer(text)}
+    return sorted(needed - set(figures))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    """A table in Markdown."""
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def with_source(lines: Lines, entry: Entry) -> Lines:
+    """A table, and below it how it was measured."""
+    yield from lines
+    program = " ".join(entry["command"].split()[:2])
+    versions = f"Python {entry['python']}, torch {entry['torch']}"
+    yield ""
+    yield f"`{program}` on {entry['machine']}; {versions}; medians (quartiles)."
+
+
+def spread(result: Entry, side: str) -> str:
+    """A side's median with its quartiles; nothing if it was not measured."""
+    if side not in result["spreads"]:
+        return ""
+    values = dict(result["spreads"][side])
+    return str(KINDS[values.pop("unit")](**values))
+
+
+def figure(result: Entry, name: str) -> str:
+    """A figure with its quartiles; nothing if it was not measured."""
+    found = result["figures"].get(name)
+    if found is None or found["value"] is None:
+        return ""
+    digits = 0 if found["value"] >= 10 else 1 if found["value"] >= 2 else 2
+    value, *quartiles = (f"{each:.{digits}f}" for each in (found["value"], *(found["quartiles"] or ())))
+    return f"{value} ({' to '.join(quartiles)})" if quartiles else value
+
+
+def target(result: Entry, name: str) -> str:
+    """A figure's target, and whether it was missed; nothing if it has none."""
+    found = result["figures"].get(name)
+    if found is None or found["target"] is None:
+        return ""
+    value, inverse = found["target"], 1 / found["target"]
+    number = f"1/{inverse:.0f}" if inverse >= 2 and abs(inverse - round(inverse)) < 1e-9 else f"{value:g}"
+    return f"{'at most' if found['at_most'] else 'at least'} {number}{'' if found['met'] else ': **missed**'}"
+
+
+def cases(entry: Entry, **wanted: str | int) -> Iterator[Entry]:
+    """The results whose case has these values."""
+    for result in entry["results"]:
+        if all(result["case"].get(name) == value for name, value in wanted.items()):
+            yield result
+
+
+def every_result(entry: Entry) -> Lines:
+    """All results of a benchmark, one row per figure."""
+    header = ("what", "median (quartiles)", "figure", "target")
+    rows = []
+    for result in entry["results"]:
+        sides = "; ".join(f"{side}: {spread(result, side)}" for side in result["spreads"])
+        for number, name in enumerate(result["figures"]):
+            first = ("", "") if number else (result["what"], sides)
+            rows.append((*first, f"{name}: {figure(result, name)}", target(result, name)))
+    return with_source(table(header, rows), entry)
+
+
+def collectives(entry: Entry) -> Lines:
+    """All-reduces of all sizes and numbers of ranks."""
+    header = (
+        "ranks", "size", "gloo", "shared memory", "gloo / shared", "target", "shared / memcpy", "target",
+        "backend", "gloo / backend",
+    )  # fmt: skip
+    rows = (
+        (
+            str(result["case"]["world"]),
+            format_size(result["case"]["size"]),
+            spread(result, "gloo"),
+            spread(result, "shared"),
+            figure(result, "gloo / shared"),
+            target(result, "gloo / shared"),
+            figure(result, "shared / memcpy"),
+            target(result, "shared / memcpy"),
+            spread(result, "backend"),
+            figure(result, "gloo / backend"),
+        )
+        for result in cases(entry, collective="all_reduce")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def collectives_summary(entry: Entry) -> Lines:
+    """All-reduces of two ranks, of the sizes that have a target."""
+    header = ("all-reduce of 2 ranks", "gloo", "paceline", "gloo / paceline", "target")
+    rows = (
+        (
+            format_size(result["case"]["size"]),
+            spread(result, "gloo"),
+            spread(result, "shared"),
+            figure(result, "gloo / shared"),
+            target(result, "gloo / shared"),
+        )
+        for result in cases(entry, collective="all_reduce", world=2)
+        if target(result, "gloo / shared")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def ddp(entry: Entry) -> Lines:
+    """What synchronisation adds to a step, and whole steps, of all models."""
+    header = (
+        "step of", "module alone", "torch on gloo adds", "torch on backend paceline adds", "paceline adds",
+        "paceline adds / torch adds", "target", "whole step, paceline / torch", "target",
+    )  # fmt: skip
+    pair = "paceline / torch"
+    rows = (
+        (
+            step["case"]["label"],
+            spread(step, "the module alone"),
+            spread(added, "torch"),
+            spread(added, "torch-on-paceline"),
+            spread(added, "paceline"),
+            figure(added, pair),
+            target(added, pair),
+            figure(step, pair),
+            target(step, pair),
+        )
+        for step, added in _steps(entry)
+    )
+    return with_source(table(header, rows), entry)
+
+
+def ddp_summary(entry: Entry) -> Lines:
+    """What synchronisation adds to a step, of the models that have a target."""
+    header = ("step of", "module alone", "torch adds", "paceline adds", "paceline / torch", "target")
+    pair = "paceline / torch"
+    rows = (
+        (
+            step["case"]["label"],
+            spread(step, "the module alone"),
+            spread(added, "torch"),
+            spread(added, "paceline"),
+            figure(added, pair),
+            target(added, pair),
+        )
+        for step, added in _steps(entry)
+        if target(added, pair)
+    )
+    return with_source(table(header, rows), entry)
+
+
+def _steps(entry: Entry) -> Iterator[tuple[Entry, Entry]]:
+    """Each model's step, and what synchronisation adds to it."""
+    for step in cases(entry, quantity="step"):
+        for added in cases(entry, quantity="added", model=step["case"]["model"]):
+            yield step, added
+
+
+def memory(entry: Entry) -> Lines:
+    """The peak of both ranks' memory."""
+    header = (
+        "peak memory of",
+        "torch",
+        "torch with views",
+        "paceline",
+        "paceline / torch with views",
+        "target",
+    )
+    pair = "paceline / torch-views"
+    rows = (
+        (
+            result["case"]["label"],
+            *(spread(result, side) for side in ("torch", "torch-views", "paceline")),
+            figure(result, pair),
+            target(result, pair),
+        )
+        for result in cases(entry, quantity="memory")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def hooks(entry: Entry) -> Lines:
+    """What each communication hook sends, and its step at each rate of the link."""
+    results = {(each["case"]["hook"], each["case"]["rate"]): each for each in entry["results"]}
+    rates = list(dict.fromkeys(rate for _, rate in results))
+    names = list(dict.fromkeys(hook for hook, _ in results))
+    header = ("hook", "sent per step and rank", *(f"step at {rate}" for rate in rates))
+    rows = (
+        (
+            hook,
+            spread(results[hook, rates[0]], "sent"),
+            *(spread(results[hook, rate], "step") for rate in rates),
+        )
+        for hook in names
+    )
+    return with_source(table(header, rows), entry)
+
+
+def hooks_accuracy(entry: Entry) -> Lines:
+    """What a network learns under each communication hook."""
+    header = ("hook", "test accuracy", "standard deviation", "lowest", "highest")
+    columns = ("mean", "deviation", "lowest", "highest")
+    rows = (
+        (hook, *(f"{100 * values[column]:.1f} %" for column in columns))
+        for hook, values in entry["accuracy"].items()
+    )
+    return table(header, rows)
+
+
+def torture(entry: Entry) -> Lines:
+    """How each awkward model ends on each side."""
+    rows = ((name, *ends) for name, ends in entry["cases"].items())
+    return table(("case", *entry["sides"]), rows)
+
+
+def torture_summary(entry: Entry) -> Lines:
+    """How many awkward models each side gets right, and those for which no flag of torch's helps."""
+    right, *_ = verdicts = entry["verdicts"]
+    counts = [
+        Counter(ends[place].partition(" (")[0] for ends in entry["cases"].values())
+        for place, _ in enumerate(entry["sides"])
+    ]
+    rows = zip(entry["sides"], counts, strict=True)
+    yield from table(
+        ("", *verdicts), ((side, *(str(count[each]) for each in verdicts)) for side, count in rows)
+    )
+    yield ""
+    helpless = ((name, *ends[1:]) for name, ends in entry["cases"].items() if not ends[1].startswith(right))
+    yield from table(("where no flag of torch's helps", "torch", "paceline"), helpless)
+
+
+# By the name of the table: the benchmark whose figures it has, and the function that renders it.
+TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
+    "collectives": ("collectives", collectives),
+    "collectives-summary": ("collectives", collectives_summary),
+    "data-parallel": ("data_parallel", every_result),
+    "ddp": ("ddp", ddp),
+    "ddp-summary": ("ddp", ddp_summary),
+    "hooks": ("hooks", hooks),
+    "hooks-accuracy": ("hooks", hooks_accuracy),
+    "hosts": ("hosts", every_result),
+    "memory": ("ddp", memory),
+    "ranks": ("ranks", every_result),
+    "torture": ("torture", torture),
+    "torture-summary": ("torture", torture_summary),
+}
+
+
+def write_pages() -> None:
+    """Put the tables into the pages."""
+    figures = load(FIGURES)
+    for page in pages():
+        text = page.read_text()
+        if (new := rendered(text, figures)) != text:
+            page.write_text(new)
+            print(f"written: {page.relative_to(ROOT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Generate the tables of figures in the docs.")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="put the tables into the pages")
+    action.add_argument("--check", action="store_true", help="exit with 1 if a page is not up to date")
+    if parser.parse_args().write:
+        write_pages()
+    texts, figures = {str(page.relative_to(ROOT)): page.read_text() for page in pages()}, load(FIGURES)
+    problems = [f"not up to date: {name}" for name in stale(texts, figures)]
+    problems += [
+        f"no figures yet: run benchmarks/{name}.py with --figures docs/figures.json"
+        for name in without_figures(texts.values(), figures)
+    ]
+    print("\n".join(problems), end="\n" if problems else "")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()
