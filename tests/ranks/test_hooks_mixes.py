@@ -291,7 +291,7 @@ def test_local_sgd_follows_its_wrapper_to_a_group_of_one() -> None:
 def local_sgd_joins(_: int) -> None:
     ddp = DistributedDataParallel(Net())
     ddp.register_comm_hook(None, hooks.post_local_sgd(start_step=0, period=1))
-    with pytest.raises(OptionError, match="join is not for hooks that average parameters"):
+    with pytest.raises(OptionError, match="join does not work with hooks that average parameters"):
         ddp.join()
 
 
@@ -330,7 +330,7 @@ def python_reducer() -> Any:
 def refused_when_traced(rank: int) -> None:
     with python_reducer():
         ddp = DistributedDataParallel(nn.Linear(4, 4))
-        with pytest.raises(OptionError, match="nor for reductions in a compiled graph"):
+        with pytest.raises(OptionError, match="nor with reductions in a compiled graph"):
             ddp.join()
         ddp.register_comm_hook(None, hooks.int4())
         with pytest.raises(UnsupportedError, match="int4 cannot be used in a compiled backward"):
