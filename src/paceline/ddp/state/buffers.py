@@ -65,7 +65,7 @@ class ModuleBuffers:
         settings: when they are made equal; by default before each forward.
 
     Attributes:
-        settings: the same.
+        settings: as given, or the defaults.
         any: whether there were buffers at the last look.
         source: the rank whose buffers the others take over; under join one that still has inputs.
         hook: the user's way of making them equal, if there is one.

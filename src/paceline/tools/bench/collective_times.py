@@ -174,14 +174,14 @@ def through_torch(case: CollectiveCase, group: Any) -> PreparedCall:
 def ranks_share_memory(_: int) -> bool:
     """Whether ranks share memory, so that the side "shared" can be measured; the same on all ranks."""
     group = Group(dist.group.WORLD)
-    group.share_memory(room=MB)
+    group.share_memory(nbytes=MB)
     return group.shared is not None
 
 
 def in_shared_memory(case: CollectiveCase) -> PreparedCall:
     """Our own all-reduce, of a tensor in shared memory."""
     group = Group(dist.group.WORLD)
-    group.share_memory(room=case.size)
+    group.share_memory(nbytes=case.size)
     storage = group.empty(case.size // ITEM_BYTES, dtype=torch.float32, device=torch.device("cpu")).zero_()
     first = group.all_reduce(storage)
     first.wait(lambda: None)

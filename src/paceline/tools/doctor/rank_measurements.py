@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.probing import pair_group
+from paceline.comm.rendezvous import pair_group
 from paceline.tools.doctor.findings import Finding, fault, notice, ok
 
 CLOCKS_CHECK, SPEED_CHECK = "clocks", "speed"
@@ -129,7 +129,7 @@ def measure_pairs(rank: int, hosts: Sequence[str], *, seconds: float) -> list[Pa
 def _measure_pair(group: Group, *, share_memory: bool) -> list[PairSpeed]:
     speeds: list[PairSpeed] = [{"transport": GLOO, **_all_reduce_speed(group)}]
     if share_memory:
-        group.share_memory(room=2 * SIZES[-1])
+        group.share_memory(nbytes=2 * SIZES[-1])
         if group.shared is not None:
             speeds.append({"transport": SHARED, **_all_reduce_speed(group)})
     return speeds

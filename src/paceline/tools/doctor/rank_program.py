@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.group import Group
-from paceline.comm.probing import gloo_group, meet, reduced_dtypes
-from paceline.comm.shm.neighbours import host_id
+from paceline.comm.probing import reduced_dtypes
+from paceline.comm.rendezvous import gloo_group, rendezvous_from_environment
+from paceline.comm.shm.local_ranks import host_id
 from paceline.tools.doctor.connections import connect, connect_to_all, listening
 from paceline.tools.doctor.host_checks import gather_software
 from paceline.tools.doctor.host_network import gather_network
@@ -130,7 +131,7 @@ def _gather(facts: RankFacts) -> None:
     # Before the store starts threads: a fork of a process with threads may hang.
     own = gather_own_facts()
     _try_rendezvous()
-    store, rank, world = meet(seconds=SECONDS)
+    store, rank, world = rendezvous_from_environment(seconds=SECONDS)
     exchange = StoreGather(store, rank=rank, world=world, seconds=SECONDS)
     facts.software = exchange.all_gather("software", own)
     if None in facts.software:

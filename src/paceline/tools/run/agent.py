@@ -85,7 +85,9 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
     """Run the job to its end, and leave none of its processes running. ``folder`` is for what ranks write."""
     destinations = (Destination(stdout), Destination(stderr))
     record = _record_folder(job, folder)
-    status = StatusLine(destinations[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns)
+    status = StatusLine(
+        destinations[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns
+    )
     output = OutputThread(status)
     logs = RankLogs(
         folder,

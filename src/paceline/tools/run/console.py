@@ -10,7 +10,7 @@ from typing import TextIO
 import rich.console
 from rich.text import Text
 
-from paceline.tools.run.live import Pace
+from paceline.tools.run.progress import RunProgress
 
 # Readable on dark and on light backgrounds: green, blue, magenta, cyan, yellow, red.
 COLOURS = (32, 34, 35, 36, 33, 31)
@@ -122,7 +122,7 @@ class StatusLine:
 
     Args:
         destination: where it is shown.
-        look: reads the pace from the ranks' recordings; None if there is nothing to show.
+        read_progress: reads the progress from the ranks' recordings; None if there is nothing to show.
         columns: the width of the terminal.
 
     Attributes:
@@ -130,12 +130,15 @@ class StatusLine:
     """
 
     def __init__(
-        self, destination: Destination, look: Callable[[], Pace | None], columns: Callable[[], int]
+        self,
+        destination: Destination,
+        read_progress: Callable[[], RunProgress | None],
+        columns: Callable[[], int],
     ) -> None:
         self.destination = destination
-        self._look = look
+        self._read_progress = read_progress
         self._columns = columns
-        self._pace: Pace | None = None
+        self._progress: RunProgress | None = None
         self.text: str | None = None
         self._next = 0.0
 
@@ -150,22 +153,22 @@ class StatusLine:
         )
         if is_first and not self.destination.is_terminal:  # there is hardly anything to show yet
             return None
-        return self._update(self._look())
+        return self._update(self._read_progress())
 
     def last(self) -> str | None:
         """What is shown at the end, to stay."""
         if self.destination.is_terminal:
-            self._pace = None  # what was shown has been erased
-        return self._update(self._look())
+            self._progress = None  # what was shown has been erased
+        return self._update(self._read_progress())
 
-    def _update(self, pace: Pace | None) -> str | None:
-        if pace is None or pace == self._pace:
+    def _update(self, progress: RunProgress | None) -> str | None:
+        if progress is None or progress == self._progress:
             return None
-        self._pace = pace
-        self.text = self._styled(pace) if self.destination.is_terminal else f"paceline: {pace}"
+        self._progress = progress
+        self.text = self._styled(progress) if self.destination.is_terminal else f"paceline: {progress}"
         return self.text
 
-    def _styled(self, pace: Pace) -> str:
+    def _styled(self, progress: RunProgress) -> str:
         """One line, not wider than the terminal."""
         screen = rich.console.Console(
             file=io.StringIO(),
@@ -174,7 +177,7 @@ class StatusLine:
             width=max(20, self._columns() - 1),
         )
         text = Text()
-        for number, part in enumerate(pace.parts()):
+        for number, part in enumerate(progress.parts()):
             text.append(" · " if number else "", style="dim").append(part, style="" if number else "bold")
         text.truncate(screen.width, overflow="ellipsis")
         with screen.capture() as captured:

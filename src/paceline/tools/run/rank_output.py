@@ -13,7 +13,7 @@ from typing import BinaryIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
-from paceline.recording.reader import forget
+from paceline.recording.reader import delete_recording
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Console, Destination, Source, StatusLine
 from paceline.tools.run.worker import FOLDER
@@ -230,7 +230,9 @@ class RankLogs(LogsSpecs):
         # Counted here: the agent's count leaves out starts for hosts that come or go.
         self._attempt += 1
         self.folder.mkdir()
-        forget(Path(self._environment[FOLDER_VARIABLE]))  # what an earlier run or attempt has recorded
+        delete_recording(
+            Path(self._environment[FOLDER_VARIABLE])
+        )  # what an earlier run or attempt has recorded
         dest = LogsDest()
         stdout, stderr = self._destinations
         for local, environment in envs.items():
