@@ -42,7 +42,7 @@ COLOURS = {Severity.OK: "green", Severity.NOTICE: "yellow", Severity.FAULT: "red
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> None:
-    """Diagnose problems of this host and its ranks."""
+    """Diagnose problems and print the command that fixes each one."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

@@ -169,7 +169,8 @@ def judge_pairs(measured: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Fin
 def _judge_kind(kind: str, pairs: Sequence[PairSpeed]) -> list[Finding]:
     latencies = _range([pair["latency_us"] for pair in pairs])
     speeds = _range([pair["mb_per_s"] for pair in pairs])
-    summary = f"{kind}: {latencies} us, {speeds} MB/s (all-reduce of two ranks, {len(pairs)} pairs)"
+    count = f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
+    summary = f"{kind}: {latencies} us, {speeds} MB/s (all-reduce of two ranks, {count})"
     findings = [ok(SPEED_CHECK, summary, kind=kind, pairs=list(pairs))]
     usual = statistics.median(pair["mb_per_s"] for pair in pairs)
     for pair in pairs:
