@@ -170,7 +170,11 @@ def test_consumed_must_not_exceed_the_returned_samples() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [((5, 2, 2), r"\(rank: 2, num_replicas: 2\)"), ((5, 2, -1), r"\(rank: -1"), ((-1, 1, 0), r"\(length: -1\)")],
+    [
+        ((5, 2, 2), r"\(rank: 2, num_replicas: 2\)"),
+        ((5, 2, -1), r"\(rank: -1"),
+        ((-1, 1, 0), r"\(length: -1\)"),
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: tuple[int, int, int], complaint: str) -> None:
     with pytest.raises(OptionError, match=complaint):
