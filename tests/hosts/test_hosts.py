@@ -17,7 +17,7 @@ def there(hosts: Hosts) -> list[bool]:
     return [NAMESPACES.joinpath(name).exists() for name in hosts.names]
 
 
-def crossing(rank: int, hosts: Hosts, numel: int) -> int:
+def bytes_on_the_link(rank: int, hosts: Hosts, numel: int) -> int:
     with hosts.group(rank, world=3, host=min(rank, 1)):
         before = sent_bytes()
         distributed.broadcast(torch.ones(numel, dtype=torch.uint8), src=0)
@@ -27,7 +27,7 @@ def crossing(rank: int, hosts: Hosts, numel: int) -> int:
 
 def test_only_bytes_on_the_link_are_counted() -> None:
     with Hosts() as hosts:
-        first, second, third = run_ranks(crossing, 3, args=(hosts, 1_000_000), backend=None)
+        first, second, third = run_ranks(bytes_on_the_link, 3, args=(hosts, 1_000_000), backend=None)
     # To one of two ranks on the other host, which passes it on, or to both.
     assert 1_000_000 < first < 2_200_000
     assert max(second, third) < 200_000

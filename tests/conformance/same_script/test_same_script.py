@@ -7,7 +7,7 @@ On machines without an accelerator torch's mixed precision and its optimizers in
 stream. There torch, and torch only, is given streams and events that do nothing.
 
 Averages over two ranks are the same in whatever order they are added up. Over more ranks the bits depend on
-the place of a gradient in its message, which the waybill behind the last bucket moves.
+the place of a gradient in its message, which the step report behind the last bucket moves.
 """
 
 import os

@@ -80,7 +80,7 @@ def test_a_hooks_future_that_fails_on_one_rank(pair: RankPool, cap: float) -> No
     pair.run(failing_future, cap)
 
 
-def failing_on_thawed(rank: int, how: str) -> None:
+def failing_on_unfrozen(rank: int, how: str) -> None:
     be_impatient()
     module = two_layers()
     module[2].bias.requires_grad_(False)
@@ -88,21 +88,21 @@ def failing_on_thawed(rank: int, how: str) -> None:
     hook = FailingHook(how)
 
     def only_extra(state, bucket):  # type: ignore[no-untyped-def]
-        hook.on = rank == 0 and thawed and bucket.index() >= 1
+        hook.on = rank == 0 and unfrozen and bucket.index() >= 1
         return hook(state, bucket)
 
-    thawed = False
+    unfrozen = False
     ddp.register_comm_hook(None, only_extra)
     ddp(rows(rank)).sum().backward()
     module[2].bias.requires_grad_(True)
-    thawed = True
+    unfrozen = True
     with pytest.raises((LookupError, RuntimeError)):
         ddp(rows(rank)).sum().backward()
 
 
 @pytest.mark.parametrize("how", ["call", "future"])
-def test_a_hook_that_fails_on_one_rank_for_a_thawed_parameter(how: str) -> None:
-    run_ranks(failing_on_thawed, args=(how,), timeout=20.0)
+def test_a_hook_that_fails_on_one_rank_for_a_unfrozen_parameter(how: str) -> None:
+    run_ranks(failing_on_unfrozen, args=(how,), timeout=20.0)
 
 
 class TrippingRounds(Hook):

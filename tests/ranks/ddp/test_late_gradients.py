@@ -1,4 +1,4 @@
-"""Gradients that come when, or where, no one expected them: late ones, thawed ones, frozen ones."""
+"""Gradients that come when, or where, no one expected them: late ones, unfrozen ones, frozen ones."""
 
 import contextlib
 import functools
@@ -111,8 +111,8 @@ def test_gradients_that_come_again_after_their_bucket_has_left(
 # For each step the parameters, by prefix, that each of two ranks trains.
 ALL = ("words", "first", "large", "last")
 FROZEN = {
-    "thawed on one rank only": [(("first",), ("first",)), (ALL, ("first",)), (ALL, ("first",)), (ALL, ALL)],
-    "thawed for one step": [(("first",), ("first",)), (ALL, ALL), (("first",), ("first",)), (ALL, ALL)],
+    "unfrozen on one rank only": [(("first",), ("first",)), (ALL, ("first",)), (ALL, ("first",)), (ALL, ALL)],
+    "unfrozen for one step": [(("first",), ("first",)), (ALL, ALL), (("first",), ("first",)), (ALL, ALL)],
     "in turn": [(ALL[:2], ALL[:2]), (ALL[2:], ALL[2:])] * 3,
     "each rank its own": [(ALL[:2], ALL[2:]), (ALL[2:], ALL[:2]), (ALL, ALL[1:2]), (ALL[3:], ALL)],
     "frozen after the first step": [(ALL, ALL), (ALL[1:3], ALL[1:3]), (ALL[:1], ALL[:1]), (ALL, ALL)],
@@ -152,22 +152,22 @@ def frozen(rank: int, plan: str, wrapped: str, view: bool, hooked: bool, weighed
 @VIEWS
 @pytest.mark.parametrize("wrapped", ["frozen", "all trained"])
 @pytest.mark.parametrize("plan", FROZEN)
-def test_parameters_frozen_and_thawed(pair: RankPool, plan: str, wrapped: str, view: bool) -> None:
+def test_parameters_frozen_and_unfrozen(pair: RankPool, plan: str, wrapped: str, view: bool) -> None:
     pair.run(frozen, plan, wrapped, view, False, False)
 
 
 @pytest.mark.parametrize("plan", FROZEN)
-def test_parameters_frozen_and_thawed_that_have_a_hook(pair: RankPool, plan: str) -> None:
+def test_parameters_frozen_and_unfrozen_that_have_a_hook(pair: RankPool, plan: str) -> None:
     pair.run(frozen, plan, "all trained", False, True, False)
 
 
 @pytest.mark.parametrize("plan", FROZEN)
-def test_parameters_frozen_and_thawed_under_weights(pair: RankPool, plan: str) -> None:
+def test_parameters_frozen_and_unfrozen_under_weights(pair: RankPool, plan: str) -> None:
     pair.run(frozen, plan, "frozen", False, False, True)
 
 
-def thawed_and_accumulated(rank: int, weighed: bool, skip: str) -> None:
-    """Thawed parameters that only the first of two passes uses."""
+def unfrozen_and_accumulated(rank: int, weighed: bool, skip: str) -> None:
+    """Unfrozen parameters that only the first of two passes uses."""
     torch.manual_seed(0)
     net = Plain().double()
     train_only(net, ("last",))
@@ -194,7 +194,7 @@ def thawed_and_accumulated(rank: int, weighed: bool, skip: str) -> None:
 
 @WEIGHED
 @pytest.mark.parametrize("skip", ["first", "large", "words"])
-def test_thawed_parameters_that_only_an_accumulated_pass_uses(
+def test_unfrozen_parameters_that_only_an_accumulated_pass_uses(
     pair: RankPool, weighed: bool, skip: str
 ) -> None:
-    pair.run(thawed_and_accumulated, weighed, skip)
+    pair.run(unfrozen_and_accumulated, weighed, skip)

@@ -254,7 +254,7 @@ def regrouped(rank: int, apart: tuple[int, int], prepare: str) -> list[bool]:
     own = [distributed.new_group([each]) for each in (0, 1)][rank]
     everyone = distributed.new_group([0, 1])
     net = Net().double()
-    if prepare == "thaw":
+    if prepare == "unfreeze":
         net.last.requires_grad_(False)
     # What is not about module buffers leaves them alone.
     ddp = DistributedDataParallel(net, process_group=own, forward_sync_buffers=prepare == "buffers")
@@ -272,7 +272,7 @@ def regrouped(rank: int, apart: tuple[int, int], prepare: str) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("prepare", ["plain", "buffers", "thaw", "hook"])
+@pytest.mark.parametrize("prepare", ["plain", "buffers", "unfreeze", "hook"])
 @pytest.mark.parametrize("apart", [(0, 0), (2, 2), (5, 1)], ids=str)
 def test_ranks_that_trained_apart_go_on_together(apart: tuple[int, int], prepare: str) -> None:
     for right in run_ranks(regrouped, args=(apart, prepare), timeout=TIMEOUT):

@@ -159,7 +159,7 @@ def frozen_after_the_first_step(turn: Turn) -> None:
     plain(turn)
 
 
-def thawed_after_the_first_step(turn: Turn) -> None:
+def unfrozen_after_the_first_step(turn: Turn) -> None:
     turn.module.right.requires_grad_(turn.step > 0)
     plain(turn)
 
@@ -214,6 +214,8 @@ CASES = [
     ),
     Case(name="parameters frozen before wrapping", build=frozen_branches, step=plain),
     Case(name="parameters frozen after wrapping", build=Branches, step=frozen_after_the_first_step),
-    Case(name="parameters thawed after wrapping", build=frozen_branches, step=thawed_after_the_first_step),
-    Case(name="parameters frozen and thawed in turn", build=Branches, step=frozen_in_turn),
+    Case(
+        name="parameters unfrozen after wrapping", build=frozen_branches, step=unfrozen_after_the_first_step
+    ),
+    Case(name="parameters frozen and unfrozen in turn", build=Branches, step=frozen_in_turn),
 ]

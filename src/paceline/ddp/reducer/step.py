@@ -138,7 +138,10 @@ class Step:
         """Backward has ended: launch the rest, make the averages ``.grad``; returns the ranks' reports."""
         context = self._context
         context.recorder.backward_ended()
-        self._launch_rest()
+        for number in self._order.rest():
+            if not self._skips(number):
+                self.in_flight.wait_for_room()
+                self._launch(number)
         late = {number: self._late_bucket(number) for number in context.readiness.late}
         for bucket in self.in_flight.finished():
             if not self._is_weighted:
@@ -184,12 +187,6 @@ class Step:
                 self._look_outside_plan()
                 report = self._report() if context.exchange.carries_report else None
             self.in_flight.launch(number, report)
-
-    def _launch_rest(self) -> None:
-        for number in self._order.rest():
-            if not self._skips(number):
-                self.in_flight.wait_for_room()
-                self._launch(number)
 
     def _skips(self, number: int) -> bool:
         context = self._context
