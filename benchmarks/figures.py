@@ -159,23 +159,6 @@ def collectives(entry: Entry) -> Lines:
     return with_source(table(header, rows), entry)
 
 
-def collectives_summary(entry: Entry) -> Lines:
-    """All-reduces of two ranks, of the sizes that have a target."""
-    header = ("all-reduce of 2 ranks", "gloo", "paceline", "gloo / paceline", "target")
-    rows = (
-        (
-            format_size(result["case"]["size"]),
-            spread(result, "gloo"),
-            spread(result, "shared"),
-            figure(result, "gloo / shared"),
-            target(result, "gloo / shared"),
-        )
-        for result in cases(entry, collective="all_reduce", world=2)
-        if target(result, "gloo / shared")
-    )
-    return with_source(table(header, rows), entry)
-
-
 def ddp(entry: Entry) -> Lines:
     """What synchronisation adds to a step, and whole steps, of all models."""
     header = (
@@ -284,25 +267,19 @@ def torture(entry: Entry) -> Lines:
 
 
 def torture_summary(entry: Entry) -> Lines:
-    """How many awkward models each side gets right, and those for which no flag of torch's helps."""
-    right, *_ = verdicts = entry["verdicts"]
+    """How many awkward models each side gets right."""
+    verdicts = entry["verdicts"]
     counts = [
         Counter(ends[place].partition(" (")[0] for ends in entry["cases"].values())
         for place, _ in enumerate(entry["sides"])
     ]
     rows = zip(entry["sides"], counts, strict=True)
-    yield from table(
-        ("", *verdicts), ((side, *(str(count[each]) for each in verdicts)) for side, count in rows)
-    )
-    yield ""
-    helpless = ((name, *ends[1:]) for name, ends in entry["cases"].items() if not ends[1].startswith(right))
-    yield from table(("where no flag of torch's helps", "torch", "paceline"), helpless)
+    return table(("", *verdicts), ((side, *(str(count[each]) for each in verdicts)) for side, count in rows))
 
 
 # By the name of the table: the benchmark whose figures it has, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "collectives": ("collectives", collectives),
-    "collectives-summary": ("collectives", collectives_summary),
     "data-parallel": ("data_parallel", every_result),
     "ddp": ("ddp", ddp),
     "ddp-summary": ("ddp", ddp_summary),

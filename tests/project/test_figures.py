@@ -62,10 +62,6 @@ def test_a_table_is_replaced_and_the_rest_of_the_page_stays(saved: dict[str, Any
     ("name", "row"),
     [
         (
-            "collectives-summary",
-            "| 4 KB | 2.60 ms (2.34 to 2.86) | 78.0 us (70.2 to 85.8) | 33 (26 to 38) | at least 20 |",
-        ),
-        (
             "collectives",
             "| 2 | 4 KB | 2.60 ms (2.34 to 2.86) | 78.0 us (70.2 to 85.8) | 33 (26 to 38) | at least 20 "
             "| 1.75 (1.00 to 2.00) | at most 1.5: **missed** |  |  |",
@@ -141,7 +137,7 @@ def test_torture_cases_are_listed_and_counted() -> None:
     ]
     summary = [*figures.torture_summary(entry)]
     assert summary[3] == "| torch, best flags | 1 | 1 |"
-    assert summary[-1] == "| b | error | right |"
+    assert summary[-1] == "| paceline, no flag | 2 | 0 |"
 
 
 def test_a_page_is_stale_until_it_is_written(saved: dict[str, Any]) -> None:
