@@ -17,36 +17,6 @@ SAME_FILE_NAMES = {
     "scatter_gather.py": "nn/parallel/ has torch's module paths",
 }
 
-# To be emptied and deleted once the areas that are being renamed are merged.
-FILES_TO_RENAME = {
-    "clocks.py",
-    "collectives.py",
-    "lines.py",
-    "memory.py",
-    "parts.py",
-    "report.py",
-    "words.py",
-}
-CLASSES_TO_RENAME = {
-    "Arrivals",
-    "Cast",
-    "Chapter",
-    "Collective",
-    "Gatherer",
-    "Group",
-    "Hook",
-    "Memory",
-    "Notes",
-    "Outcome",
-    "Pace",
-    "Part",
-    "Place",
-    "Plan",
-    "Report",
-    "Section",
-    "SharedMemory",
-}
-
 
 def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
@@ -66,9 +36,7 @@ def in_several_places(names: Iterable[tuple[str, Path]]) -> dict[str, list[str]]
 
 def test_no_two_files_have_the_same_name() -> None:
     repeated = in_several_places((file.name, file) for file in files())
-    assert {
-        name: found for name, found in repeated.items() if name not in {*SAME_FILE_NAMES, *FILES_TO_RENAME}
-    } == {}
+    assert {name: found for name, found in repeated.items() if name not in SAME_FILE_NAMES} == {}
 
 
 def test_every_file_name_that_may_repeat_does() -> None:
@@ -78,4 +46,4 @@ def test_every_file_name_that_may_repeat_does() -> None:
 def test_no_two_classes_have_the_same_name() -> None:
     # An underscore makes a name private, but not another word.
     repeated = in_several_places((name.lstrip("_"), file) for file in files() for name in classes(file))
-    assert {name: found for name, found in repeated.items() if name not in CLASSES_TO_RENAME} == {}
+    assert repeated == {}

@@ -364,7 +364,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
                 group._register_backend(torch.device(name), kind, made)
 
 
-class _Gatherer:
+class _GlooGatherer:
     """Gathers objects over gloo, before the group exists."""
 
     def __init__(self, gloo: Any, rank: int, size: int) -> None:
@@ -389,7 +389,7 @@ class _Gatherer:
 
 def _open_channel(gloo: Any, rank: int, size: int, timeout: timedelta) -> Channel | None:
     """A channel of all ranks of a group; None if they do not all share memory."""
-    gatherer = _Gatherer(gloo, rank, size)
+    gatherer = _GlooGatherer(gloo, rank, size)
     local_ranks = find_local_ranks(gatherer) if size > 1 else None
     if local_ranks is None or len(local_ranks.hosts) > 1:
         return None

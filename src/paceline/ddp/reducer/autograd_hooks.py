@@ -52,7 +52,7 @@ class GradHooks:
         self._in_graph = in_graph
         self._parameters = parameters
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
-        self._hooks: dict[int, _Hook] = {}
+        self._hooks: dict[int, _GradHook] = {}
         self._waiting: set[int] = set()
         self._eager: Container[int] = ()
         self._hooks_per_parameter: list[dict[int, object]] = []
@@ -93,7 +93,7 @@ class GradHooks:
             if known is not None and known.call is not call:
                 known.handle.remove()
             if known is None or known.call is not call:
-                self._hooks[slot] = _Hook(self._parameters[slot], call)
+                self._hooks[slot] = _GradHook(self._parameters[slot], call)
         self._hooks_per_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
 
     def new(self) -> list[int]:
@@ -133,7 +133,7 @@ class GradHooks:
         self._hooks_per_parameter = []
 
 
-class _Hook:
+class _GradHook:
     def __init__(self, parameter: Trained, call: Callable[[Trained], None]) -> None:
         self.parameter = parameter
         self.call = call

@@ -181,7 +181,7 @@ def _read(policy: Any) -> MixedPrecision:
     return MixedPrecision(**named)
 
 
-class _Cast(torch.autograd.Function):
+class _CastKeepingSparse(torch.autograd.Function):
     """A copy in another data type; unlike ``Tensor.to`` it passes sparse gradients back."""
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Cast(torch.autograd.Function):
 
 def _low_precision_copy(parameter: Parameter, dtype: torch.dtype, *, is_sparse: bool) -> Tensor:
     if is_sparse:
-        copy: Tensor = _Cast.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+        copy: Tensor = _CastKeepingSparse.apply(parameter, dtype)  # type: ignore[no-untyped-call]
         return copy
     return parameter.to(dtype)
 
