@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
+from paceline import torch_private
 from paceline.comm.host_leaders import HostLeaders, open_process_group
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import ChunksPending, Pending, WorkPending
@@ -55,12 +56,7 @@ class Group:
     @property
     def gloo_threads(self) -> int:
         """The number of gloo's threads."""
-        return int(self._options._threads)
-
-    @property
-    def _options(self) -> Any:
-        device = torch.device(self.process_group._device_types[0])
-        return self.process_group._get_backend(device).options
+        return torch_private.gloo_threads_of(self.process_group)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -75,8 +71,7 @@ class Group:
     @property
     def timeout(self) -> timedelta:
         """How long ranks wait for each other."""
-        timeout: timedelta = self._options._timeout
-        return timeout
+        return torch_private.timeout_of(self.process_group)
 
     def share_memory(self, *, nbytes: int) -> None:
         """Reduce in shared memory from now on, where ranks share any; every rank calls this at once.
@@ -162,9 +157,7 @@ class Group:
         if tensors and self.shared is not None and on_cpu:
             self.shared.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
         elif tensors:
-            distributed._broadcast_coalesced(  # type: ignore[attr-defined]
-                self.process_group, list(tensors), bytes_at_once, source
-            )
+            torch_private.broadcast_coalesced(self.process_group, list(tensors), bytes_at_once, source)
 
     def gather_bytes(self, own: bytes, device: torch.device) -> list[bytes]:
         """Every rank's bytes, of the same length on all ranks."""
@@ -188,12 +181,12 @@ class Group:
 
 def default_process_group() -> Any:
     """The group that init_process_group made; raises torch's error if there is none."""
-    return c10d._get_default_group()
+    return torch_private.default_process_group()
 
 
 def is_default(process_group: Any) -> bool:
     """Whether this is the group that init_process_group made."""
-    return distributed.is_initialized() and process_group == c10d._get_default_group()
+    return distributed.is_initialized() and process_group == default_process_group()
 
 
 def choose(process_group: Any, device_mesh: Any) -> Any:
@@ -211,4 +204,4 @@ def choose(process_group: Any, device_mesh: Any) -> Any:
 
 def belongs_to(process_group: Any) -> bool:
     """Whether this process is a member of the group."""
-    return not c10d._rank_not_in_group(process_group)
+    return not torch_private.is_outside(process_group)

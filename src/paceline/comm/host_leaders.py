@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.pending import OnSlow, WorkPending
 from paceline.errors import CollectiveError
+from paceline.torch_private import broadcast_coalesced
 
 
 class HostLeaders:
@@ -35,9 +36,7 @@ class HostLeaders:
 
     def broadcast(self, tensors: Sequence[Tensor], *, host: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one host, many in one message."""
-        distributed._broadcast_coalesced(  # type: ignore[attr-defined]
-            self._process_group, list(tensors), bytes_at_once, host
-        )
+        broadcast_coalesced(self._process_group, list(tensors), bytes_at_once, host)
 
 
 class LeadersPending(WorkPending):

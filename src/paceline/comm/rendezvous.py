@@ -12,7 +12,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, default_process_group
 
 _c10d: Any = distributed_c10d  # its type hints leave out much of what it has
 
@@ -47,7 +47,7 @@ def gloo_group(store: Any, *, rank: int, world: int, seconds: float) -> Iterator
     prefixed = _c10d.PrefixStore("doctor/gloo", store)
     timeout = timedelta(seconds=seconds)
     with _default_group(prefixed, rank=rank, world=world, backend="gloo", timeout=timeout):
-        yield Group(_c10d._get_default_group())
+        yield Group(default_process_group())
 
 
 @contextmanager

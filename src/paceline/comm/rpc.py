@@ -1,8 +1,4 @@
-"""Remote references in outputs, and the contexts of distributed autograd.
-
-Private parts of torch that are used here, tried with torch 2.13: ``_is_current_rpc_agent_set``, and
-``_current_context`` with its ``_context_id``.
-"""
+"""Remote references in outputs, and the contexts of distributed autograd."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,23 +6,23 @@ from typing import Any
 from torch import Tensor, distributed
 
 from paceline.tensors import tree
+from paceline.torch_private import autograd_context_id, is_rpc_open
+
+
+def current_context() -> int | None:
+    """The context of distributed autograd in which this thread works; None if there is none."""
+    if not is_rpc_open():
+        return None
+    try:
+        return autograd_context_id()
+    except RuntimeError:
+        return None
+
 
 if distributed.rpc.is_available():
     from torch.distributed.rpc import RRef
 
-    # Not declared in torch's own lists of names.
-    _autograd: Any = distributed.autograd
-    _api: Any = distributed.rpc.api
-    _is_rpc_open: Callable[[], bool] = _api._is_current_rpc_agent_set
-
-    def current_context() -> int | None:
-        """The context of distributed autograd in which this thread works; None if there is none."""
-        if not _is_rpc_open():
-            return None
-        try:
-            return int(_autograd._current_context()._context_id())
-        except RuntimeError:
-            return None
+    _autograd: Any = distributed.autograd  # not declared in torch's own list of names
 
     def gradients(context: int) -> dict[Tensor, Tensor]:
         """The gradients that a context holds, by parameter."""
@@ -54,10 +50,6 @@ if distributed.rpc.is_available():
         return tree.map_leaves(change_leaf, obj)
 
 else:
-
-    def current_context() -> int | None:
-        """None: this build of torch has no distributed autograd."""
-        return None
 
     def gradients(context: int) -> dict[Tensor, Tensor]:
         """Never called: there are no contexts."""

@@ -32,17 +32,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, increment_version
 
 from paceline.data_parallel.threads import run_in_threads
 from paceline.tensors import tree
+from paceline.torch_private import (
+    CHECKPOINT_TEST,
+    backward_hooks_of,
+    forward_ad_level,
+    function_of,
+    keeps_graph,
+    version_of,
+    will_execute_node,
+)
 
 
 def is_supported() -> bool:
     """Whether backward can run in threads for what is computed now."""
-    # torch 2.13: forward-mode derivatives would not pass through the node.
-    return torch.is_grad_enabled() and forward_ad._current_level < 0
+    # Forward-mode derivatives would not pass through the node.
+    return torch.is_grad_enabled() and forward_ad_level() < 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class ReplicaArguments:
     def count_writes(self) -> None:
         """Increment the version of each of the caller's tensors whose memory forward has written to."""
         for leaf, alias in self.aliases:
-            if alias._version:
+            if version_of(alias):
                 increment_version(leaf)
 
 
@@ -181,19 +189,19 @@ def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
 
 def _forbids_autograd_grad(node: Node) -> bool:
     # Re-entrant checkpointing, torch's or another library's, asks torch whether backward was given inputs.
-    # torch 2.13: the class of a node that is written in Python names the Function that it belongs to.
-    function = getattr(type(node), "_forward_cls", None)
+    function = function_of(node)
     if function is None:
         return False
     code = getattr(inspect.unwrap(function.backward), "__code__", None)
-    return code is None or "_is_checkpoint_valid" in code.co_names
+    return code is None or CHECKPOINT_TEST in code.co_names
 
 
 def _can_be_inputs(copies: Sequence[torch.Tensor]) -> bool:
     """Whether forward left the copies as it found them. See Note [Inputs belong to the node alone]."""
     origin = copies[0].grad_fn if copies else None
     return all(
-        copy.grad_fn is origin and copy._backward_hooks is None and not copy.retains_grad for copy in copies
+        copy.grad_fn is origin and backward_hooks_of(copy) is None and not copy.retains_grad
+        for copy in copies
     )
 
 
@@ -238,8 +246,7 @@ class _ThreadedBackward(torch.autograd.Function):
         remaining = iter(gradients)
         grad_outputs = [[next(remaining) for _ in graph.outputs] for graph in ctx.edges]
         nodes = (node for graph in ctx.edges for node in graph.nodes_before_inputs)
-        # torch 2.13: whether the backward that is running will reach a node.
-        if any(map(torch._C._will_engine_execute_node, nodes)):
+        if any(map(will_execute_node, nodes)):
             ctx.retention.always = True
         run = _run_differentiably if torch.is_grad_enabled() else _run
         found = run(ctx.edges, grad_outputs, ctx.retention)
@@ -294,8 +301,7 @@ def _backward_call(
 ) -> Callable[[], Gradients]:
     reached = [(edge, g) for edge, g in zip(edges.outputs, grad_outputs, strict=True) if g is not None]
     create_graph = torch.is_grad_enabled()
-    # torch 2.13: whether the backward that is running was asked to retain its graph.
-    retain_graph = retention.always or torch._C._autograd._get_current_graph_task_keep_graph()
+    retain_graph = retention.always or keeps_graph()
 
     def call() -> Gradients:
         if not reached or not edges.inputs:

@@ -16,6 +16,7 @@ from torch import nn
 from paceline.errors import DeviceError, UnsupportedError
 from paceline.tensors import devices as dev
 from paceline.tensors.devices import DeviceLike
+from paceline.torch_private import buffers_of, children_of, parameters_of, replicate_itself, replicates_itself
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,9 +66,9 @@ class Replicator(Generic[M]):
             if isinstance(each, torch.jit.ScriptModule):
                 raise UnsupportedError(f"a scripted module cannot be replicated (type: {each.original_name})")
         self._states = [*map(vars, self._modules)]
-        self._parameters = [each._parameters for each in self._modules]
-        self._buffers = [each._buffers for each in self._modules]
-        self._children = [each._modules for each in self._modules]
+        self._parameters = [*map(parameters_of, self._modules)]
+        self._buffers = [*map(buffers_of, self._modules)]
+        self._children = [*map(children_of, self._modules)]
         self._child_names = [*chain.from_iterable(self._children)]
         self._child_modules = [*chain.from_iterable(map(dict.values, self._children))]
         self._child_counts = [*map(len, self._children)]
@@ -127,7 +128,7 @@ class Replicator(Generic[M]):
         # Whole lists at a time, because every call does this for every module of the tree.
         replicas: list[Any] = [*map(_new, self._types), None]
         for number in self._copy_themselves:
-            replicas[number] = self._modules[number]._replicate_for_data_parallel()
+            replicas[number] = replicate_itself(self._modules[number])
         children: list[dict[str, Any]] = [{} for _ in self._modules]
         for number, indices in self._child_indices:
             children[number].update(
@@ -155,8 +156,7 @@ _set_state = nn.Module.__dict__["__dict__"].__set__
 
 def _copies_itself(kind: type[nn.Module]) -> bool:
     """Whether the class is copied or made in its own way, as torch's recurrent layers are."""
-    own = kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
-    return own or kind.__new__ is not object.__new__
+    return replicates_itself(kind) or kind.__new__ is not object.__new__
 
 
 def _overrides_setattr(kind: Any) -> bool:

@@ -17,7 +17,7 @@ from paceline.ddp.state.precision import Precision
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError
 from paceline.options import WrapperOptions
-from paceline.tracing import fuse_reductions
+from paceline.torch_private import fuse_reductions
 
 
 def build_reducer(

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm import group as groups
 from paceline.comm import rpc
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook, first_bucket_bytes
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook
 from paceline.comm.verify import check_same
 from paceline.ddp.build import build_reducer, make_precision, reduce_in_graph
 from paceline.ddp.compat import torch_wrapper
@@ -33,6 +33,7 @@ from paceline.errors import UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
 from paceline.options import CapOptions, WrapperOptions, strict_mode
 from paceline.recording.recorder import Recorder
+from paceline.torch_private import FIRST_BUCKET_BYTES
 from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
 
 
@@ -145,7 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._options = WrapperOptions(
-            caps=CapOptions(bucket_cap_mb, bucket_cap_mb_list, first_bucket_bytes()),
+            caps=CapOptions(bucket_cap_mb, bucket_cap_mb_list, FIRST_BUCKET_BYTES),
             delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
             dim=dim,
             init_sync=init_sync,

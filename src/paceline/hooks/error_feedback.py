@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.torch_private import foreach_add_, foreach_div_, foreach_mul_
+
 # A rank with an eighth of the mean weight still passes on its whole residual of the average.
 _MAX_RATIO = 8
 
@@ -49,7 +51,7 @@ class ParameterTensors:
     def scale_new(self, factor: float) -> None:
         """Multiply what was put in this step."""
         if len(self._new):
-            torch._foreach_mul_([*self._new.values()], factor)
+            foreach_mul_([*self._new.values()], factor)
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int]) -> None:
         """The step has ended well: keep what was put for parameters that some rank used."""
@@ -92,7 +94,7 @@ class Residuals:
         ]
         pairs = [(value, residual) for value, residual in found if residual is not None]
         if pairs and self._weight:
-            torch._foreach_add_(
+            foreach_add_(
                 [value for value, _ in pairs], [residual for _, residual in pairs], alpha=self._weight
             )
 
@@ -109,7 +111,7 @@ class Residuals:
 
     def _for_a_weight_of_one(self, residuals: Sequence[Tensor]) -> Sequence[Tensor]:
         if self._weight != 1:
-            torch._foreach_div_([*residuals], self._weight)
+            foreach_div_([*residuals], self._weight)
         return residuals
 
     def _find(self, parameter: Parameter, like: Tensor) -> Tensor | None:

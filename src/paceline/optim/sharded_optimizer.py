@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
 from paceline.optim.share_state import ShareState
 from paceline.tensors.dtensor import local_of
 from paceline.tensors.param_groups import group_options
+from paceline.torch_private import disable_join
 
 _BYTES_AT_ONCE = 25 * 1024 * 1024
 

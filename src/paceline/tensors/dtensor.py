@@ -8,11 +8,8 @@ is redistributed to its parameter's placements when it arrives, which is in the 
 hold the parameter. From then on its local tensor is averaged like any other tensor. torch's own way to
 combine the two kinds of parallelism does the same in the backward of ``from_local``.
 
-torch keeps these types beside its collectives. They are imported on first use: that takes most of a second,
-which every process that has opened a process group has spent already.
-
-Private parts of torch that are used here, tried with torch 2.13: ``_local_tensor``, ``_spec`` and the
-constructor of DTensor; AsyncCollectiveTensor.
+torch keeps DTensor beside its collectives. It is imported on first use: that takes most of a second, which
+every process that has opened a process group has spent already.
 """
 
 import contextlib
@@ -26,26 +23,35 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from paceline.torch_private import (
+    AsyncCollectiveTensor,
+    cdata_of,
+    grad_hooks_of,
+    local_tensor_of,
+    renew_grad_hooks,
+    spec_of,
+    version_of,
+)
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 @functools.cache
-def _types() -> tuple[type, type]:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+def _dtensor() -> Any:
     from torch.distributed.tensor import DTensor
 
-    return DTensor, AsyncCollectiveTensor
+    return DTensor
 
 
 def is_dtensor(tensor: Any) -> "TypeGuard[DTensor]":
     """Whether the tensor is a DTensor."""
-    return isinstance(tensor, _types()[0])
+    return isinstance(tensor, _dtensor())
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, with the same memory; any other tensor itself."""
-    return _waited(tensor._local_tensor) if is_dtensor(tensor) else tensor
+    return _waited(local_tensor_of(tensor)) if is_dtensor(tensor) else tensor
 
 
 def describe_parts(tensor: Tensor) -> str:
@@ -128,7 +134,7 @@ class LocalParameter:
         whole: Any = self.parameter
         if local is not None:
             # A copy of the spec, because torch may change a spec in place.
-            local = _types()[0](local, copy.copy(whole._spec), requires_grad=False)
+            local = _dtensor()(local, copy.copy(spec_of(whole)), requires_grad=False)
         whole.grad = local
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
@@ -138,13 +144,13 @@ class LocalParameter:
             self._redistributed()
             hook(self)
 
-        self._hooked_at = self.parameter._cdata
+        self._hooked_at = cdata_of(self.parameter)
         handle: RemovableHandle = self.parameter.register_post_accumulate_grad_hook(on_accumulated)
         return handle
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        return self.parameter._post_accumulate_grad_hooks
+        return grad_hooks_of(self.parameter)
 
     def keep_hooks(self) -> None:
         """Keep hooks working after the module was converted to another data type or device.
@@ -152,9 +158,9 @@ class LocalParameter:
         For a DTensor torch then swaps the C++ tensor behind the parameter, where autograd looks for hooks.
         Users' hooks are lost by this as well.
         """
-        if self._hooked_at and self.parameter._cdata != self._hooked_at:
-            self._hooked_at = self.parameter._cdata
-            self.parameter._post_accumulate_grad_hooks = self.parameter._post_accumulate_grad_hooks
+        if self._hooked_at and cdata_of(self.parameter) != self._hooked_at:
+            self._hooked_at = cdata_of(self.parameter)
+            renew_grad_hooks(self.parameter)
 
     def _redistributed(self) -> Tensor | None:
         """The gradient in the parameter's placements; see the Note at the top."""
@@ -185,7 +191,7 @@ def whole_parameter(trained: Trained) -> Parameter:
 def grad_version(trained: Trained) -> int:
     """The version of a gradient, which the local tensor of a DTensor does not share."""
     grad = whole_parameter(trained).grad
-    return 0 if grad is None else grad._version
+    return 0 if grad is None else version_of(grad)
 
 
 def sync_grad_hook(grad: Any, *, device_handle: Any = None, compute_stream: Any = None) -> Any:
@@ -196,7 +202,7 @@ def sync_grad_hook(grad: Any, *, device_handle: Any = None, compute_stream: Any 
         device_handle: the device's module, such as torch.cuda, if there is a stream.
         compute_stream: the stream that waits; the current one by default.
     """
-    if not isinstance(grad, _types()[1]):
+    if not isinstance(grad, AsyncCollectiveTensor):
         return grad
     on_stream = contextlib.nullcontext() if compute_stream is None else device_handle.stream(compute_stream)
     with on_stream:
@@ -207,15 +213,14 @@ def _flatten_tensor(tensor: Tensor) -> tuple[Tensor, Any]:
     """The local tensor of a DTensor, set to require a gradient, and its spec; else the tensor and None."""
     if not is_dtensor(tensor):
         return tensor, None
-    return tensor._local_tensor.requires_grad_(), tensor._spec
+    return local_tensor_of(tensor).requires_grad_(), spec_of(tensor)
 
 
 def _unflatten_tensor(
     tensor: Tensor, spec: Any, *, device_handle: Any = None, compute_stream: Any = None
 ) -> "DTensor":
     """The DTensor of a local tensor; gradients flow back, and those of a collective are waited for."""
-    kind: Any = _types()[0]
-    whole: DTensor = kind.from_local(
+    whole: DTensor = _dtensor().from_local(
         tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
     if tensor.requires_grad:
@@ -225,4 +230,4 @@ def _unflatten_tensor(
 
 
 def _waited(tensor: Any) -> Tensor:
-    return tensor.wait() if isinstance(tensor, _types()[1]) else tensor  # type: ignore[no-any-return, attr-defined]
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-any-return]

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# torch 2.13: the registry that register_pytree_node fills. There is no public way to open one level.
-from torch.utils._pytree import SUPPORTED_NODES as _REGISTERED
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
+from paceline.torch_private import PYTREE_NODES, GetAttrKey, MappingKey, SequenceKey
 
 # The keys from the root to a leaf: (parent path, key). A linked list, because most paths are never shown.
 KeyPath = tuple[Any, Any] | None
@@ -55,7 +53,7 @@ def open_container(obj: Any) -> Container | None:
         return Container(keys, list(obj.values()), lambda new: kind(zip(keys, new, strict=True)), by_key=True)
     if isinstance(obj, torch.Tensor):
         return None
-    if kind in _REGISTERED:
+    if kind in PYTREE_NODES:
         return _open_registered(obj, kind)
     return _open_rarer(obj, kind)
 
@@ -126,7 +124,7 @@ def _open_mapping(obj: dict[Any, Any]) -> Container:
 
 
 def _open_registered(obj: Any, kind: type) -> Container:
-    definition = _REGISTERED[kind]
+    definition = PYTREE_NODES[kind]
     flat, context = definition.flatten_fn(obj)
     children = list(flat)
     return Container(

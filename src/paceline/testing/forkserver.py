@@ -34,9 +34,10 @@ from typing import Any, NoReturn
 
 from paceline.testing.messages import RankFiles
 from paceline.testing.rank_process import serve_calls
+from paceline.torch_private import COMPILER
 
-# Imports on which a rank would otherwise spend seconds; init_process_group imports torch._dynamo.
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo")
+# Imports on which a rank would otherwise spend seconds; init_process_group imports the compiler.
+PRELOADED = ("torch", "torch.distributed", COMPILER)
 # A rank imports the module of its function, which in a test means these too: 0.1 s each time.
 PRELOADED_IF_IN_USE = ("pytest", "hypothesis")
 

@@ -25,6 +25,7 @@ import torch
 from torch.storage import TypedStorage
 
 from paceline.errors import RemoteError
+from paceline.torch_private import typed_storage, untyped_storage_of
 
 P = ParamSpec("P")
 
@@ -79,11 +80,8 @@ def dump(value: object) -> bytes:
 
 
 def _memory_of(storage: TypedStorage) -> tuple[Any, ...]:
-    """Pickle a tensor's bytes: torch would write a zip file for each tensor, which takes longer.
-
-    TypedStorage and its attributes are torch's own (torch 2.13).
-    """
-    memory = storage._untyped_storage
+    """Pickle a tensor's bytes: torch would write a zip file for each tensor, which takes longer."""
+    memory = untyped_storage_of(storage)
     if memory.device.type != "cpu":
         return cast("tuple[Any, ...]", storage.__reduce__())
     return _storage_of, (storage.dtype, ctypes.string_at(memory.data_ptr(), memory.nbytes()))
@@ -92,7 +90,7 @@ def _memory_of(storage: TypedStorage) -> tuple[Any, ...]:
 def _storage_of(dtype: torch.dtype, data: bytes) -> TypedStorage:
     memory = torch.UntypedStorage(len(data))
     ctypes.memmove(memory.data_ptr(), data, len(data))
-    return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+    return typed_storage(memory, dtype)
 
 
 @dataclass(frozen=True)

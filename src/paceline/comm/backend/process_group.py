@@ -26,6 +26,7 @@ from paceline.comm.backend.work import WorkExecutor
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.local_ranks import find_local_ranks
 from paceline.comm.shm.segment import PAGE
+from paceline.torch_private import backend_config_of, is_open
 
 NAME = "paceline"
 c10d: Any = distributed_c10d  # its type hints leave out much of what it has
@@ -94,7 +95,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         """Finish what is in flight, and close the group."""
         if self._executor is not None:
             self._executor.close()
-        if self._other_devices is not None and c10d._world.pg_map.get(self._other_devices) is not None:
+        if self._other_devices is not None and is_open(self._other_devices):
             distributed.destroy_process_group(self._other_devices)
         self._torch_group.shutdown()
 
@@ -338,7 +339,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
 
     def _backends(self) -> dict[str, str]:
         """The name of each device's backend, as given when the group was made."""
-        config = c10d._world.pg_backend_config.get(self, f"cpu:{NAME}")
+        config = backend_config_of(self, f"cpu:{NAME}")
         return dict(pair.split(":") for pair in config.split(","))
 
     def _ensure_backend(self, device: torch.device) -> None:

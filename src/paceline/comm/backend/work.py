@@ -22,6 +22,7 @@ from paceline.comm.pending import OnSlow
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
 from paceline.errors import ClosedGroupError, LateRankError
+from paceline.torch_private import is_profiler_enabled
 
 # A function of calls.py, which makes a call for a channel.
 MakeCall = Callable[..., BackendCall]
@@ -184,8 +185,8 @@ class WorkExecutor:
         self, make: MakeCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float, is_async: bool
     ) -> Work:
         """Begin a call; unless it is asynchronous, also finish it."""
-        # Checked first, because recording costs as much as launching; private in torch 2.13.
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        # Checked first, because recording costs as much as launching.
+        if is_profiler_enabled():
             with torch.profiler.record_function(f"paceline:{make.__name__}"):
                 return self._launch(make, args, kwargs, timeout=timeout, is_async=is_async)
         return self._launch(make, args, kwargs, timeout=timeout, is_async=is_async)

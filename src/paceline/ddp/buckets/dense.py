@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.ddp.buckets.lending import Lent, held
 from paceline.ddp.buckets.plan import Slot
 from paceline.tensors.dtensor import Trained
+from paceline.torch_private import foreach_copy_, foreach_mul_
 
 # Elements from which a gradient is large; 128 KiB of float32.
 LARGE_NUMEL = 32768
@@ -141,7 +142,7 @@ class DenseBucket:
         if small := [at for at in positions if at < self._small]:
             grads: list[Any] = [self._members[at].grad for at in small]
             try:
-                torch._foreach_copy_([self._views[at] for at in small], grads)
+                foreach_copy_([self._views[at] for at in small], grads)
             except (TypeError, RuntimeError):  # one is missing, or sparse: ``fill`` takes them one by one
                 grads.clear()
             else:
@@ -172,7 +173,7 @@ class DenseBucket:
                 if used[slot] and not has_gradient:
                     missing.append(slot)
         if factor != 1 and self._runs:
-            torch._foreach_mul_(self._runs, factor)
+            foreach_mul_(self._runs, factor)
         return missing
 
     def zero(self) -> None:
@@ -276,7 +277,7 @@ class DenseBucket:
                 views.append(view)
             parameter.grad = view if own is None else own
         if into:
-            torch._foreach_copy_(into, views)
+            foreach_copy_(into, views)
 
     def _restore_grad(self, position: int) -> None:
         before = self._unused[position]

@@ -7,8 +7,6 @@ here. If somebody still holds a part of the storage, the bucket takes new storag
 Two counts tell. References to the Python object: variables and containers, and one more if anything holds
 the tensor in C++ (a ``.grad``, an autograd graph). Uses of the storage: arrays, slices, detached tensors, and
 references to the object that stands for it in Python.
-
-Private parts of torch that are used here, tried with torch 2.13: ``_storage_Use_Count``, ``_version``.
 """
 
 from collections.abc import Sequence
@@ -18,10 +16,11 @@ import torch
 from torch import Tensor
 
 from paceline.tensors.dtensor import Trained
+from paceline.torch_private import cdata_of, storage_use_count, version_of
 
 
 def _uses(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata) + getrefcount(storage)
+    return storage_use_count(cdata_of(storage)) + getrefcount(storage)
 
 
 # What is counted for a tensor that is in one list and nowhere else.
@@ -79,7 +78,7 @@ def held(grads: list[Tensor]) -> list[int]:
     """
     counts = [*map(getrefcount, grads)]
     # One that nothing was ever added to is fresh from autograd; of that there are no slices or arrays.
-    versions = [grad._version for grad in grads]
+    versions = [*map(version_of, grads)]
     if max(counts) <= _REFERENCES and not any(versions):  # the usual case
         return []
     return [

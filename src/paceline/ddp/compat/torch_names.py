@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import as_overlapped_optimizer
 from paceline.data_parallel.scatter_gather import gather, scatter_kwargs
 from paceline.ddp.compat.builtin_hooks import builtin_hook
 from paceline.ddp.compat.logging_data import LoggingData
@@ -31,6 +30,7 @@ from paceline.ddp.state.parameters import Slots
 from paceline.ddp.state.wrapped_module import WrappedModule, move_tensors
 from paceline.errors import OptionError, UnsupportedError
 from paceline.options import WrapperOptions
+from paceline.torch_private import as_overlapped_optimizer
 
 # Attributes of torch's wrapper, and where the parts of ours keep their values.
 ATTRIBUTES = {

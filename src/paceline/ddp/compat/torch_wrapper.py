@@ -1,7 +1,6 @@
 """Our wrapper as torch's: for ``isinstance``, for torch.compile, and for names that torch asks of the class.
 
-Private parts of torch that are used here, tried with torch 2.13: ``_active_ddp_module`` of torch's wrapper,
-which torch.compile reads to cut its graphs at the bounds of buckets. Without it graphs are not cut.
+torch.compile reads ``_active_ddp_module`` of torch's wrapper to cut its graphs at the bounds of buckets.
 """
 
 import contextlib

@@ -14,6 +14,7 @@ from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.exchange.exchange import Exchange, OnSlow
 from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
 from paceline.hooks.grad_bucket import GradBucket
+from paceline.torch_private import CppFuture
 
 FutureHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
 
@@ -68,7 +69,7 @@ class CommHook(Exchange):
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""
         future = self.call(GradBucket(bucket, number, is_last=is_last))
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, CppFuture):
             raise HookError(
                 f"callback must return a torch.futures.Future object, but got {type(future).__name__} "
                 f"(hook: {self.name}, bucket: {number})"

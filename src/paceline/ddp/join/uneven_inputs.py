@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook, disable_join
+from paceline.comm.torch_distributed import Join, Joinable, JoinHook
 from paceline.ddp.join.optimizer_state import copy_optimizer_state, watch_optimizers
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.state.buffers import ModuleBuffers
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError, StepError
+from paceline.torch_private import disable_join
 
 
 class ActiveRanks(NamedTuple):

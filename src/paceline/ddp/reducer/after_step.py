@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.torch_distributed import remove_in_backward_hooks
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.step_report import StepSummary
 from paceline.ddp.state.precision import Precision
+from paceline.torch_private import in_backward_optimizers, remove_in_backward_hooks
 
 
 class AfterStep:
@@ -33,7 +33,7 @@ class AfterStep:
 
     def find_optimizers(self) -> None:
         """Look for optimizers that step inside backward, and keep torch's own hooks from stepping them."""
-        self._with_optimizer = [each for each in self._parameters if _optimizers(each)]
+        self._with_optimizer = [each for each in self._parameters if in_backward_optimizers(each)]
         remove_in_backward_hooks(self._with_optimizer)
 
     def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
@@ -53,10 +53,6 @@ class AfterStep:
     def _step_optimizers(self) -> None:
         for parameter in self._with_optimizer:
             if parameter.grad is not None:
-                for optimizer in _optimizers(parameter):
+                for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
-
-
-def _optimizers(parameter: Parameter) -> Sequence[Any]:
-    return getattr(parameter, "_in_backward_optimizers", ())

@@ -4,22 +4,18 @@ Note [The end of backward]. The end is an event, not a count. It is queued on th
 is asked for. Inside a re-entrant checkpoint that is only an inner backward, which ends too early. Therefore
 outputs have a hook that runs first of all, in the outermost backward, and asks for the end. If there is no
 such hook, because a method other than forward was called, the first gradient asks for it.
-
-Private parts of torch that are used here, tried with torch 2.13: ``queue_callback`` of the engine,
-``_will_engine_execute_node``, ``_current_graph_task_id``, ``_post_accumulate_grad_hooks``.
 """
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from paceline.tensors.dtensor import Trained
+from paceline.torch_private import current_graph_task_id, grad_hooks_of, queue_callback, will_execute_node
 from paceline.tracing import traced_as, untraced_with_calls
 
 
@@ -138,7 +134,7 @@ class _GradHook:
         self.parameter = parameter
         self.call = call
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
-        self.all_of_parameter: dict[int, object] = parameter._post_accumulate_grad_hooks
+        self.all_of_parameter: dict[int, object] = grad_hooks_of(parameter)
 
     def is_last(self) -> bool:
         return next(reversed(self.all_of_parameter)) == self.handle.id
@@ -185,12 +181,12 @@ def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Ca
 
 def at_end_of_backward(finish: Callable[[], None], lose: Callable[[], None]) -> None:
     """Call ``finish`` when the running backward has ended, or ``lose`` when it raised."""
-    Variable._execution_engine.queue_callback(_EndOfBackward(finish, lose))
+    queue_callback(_EndOfBackward(finish, lose))
 
 
 def current_backward() -> int:
     """The number of the backward that this thread is running; -1 if it is running none."""
-    return torch._C._current_graph_task_id()
+    return current_graph_task_id()
 
 
 def accumulates_into_grad(leaf: Node) -> bool:
@@ -247,6 +243,6 @@ def _accumulates(nodes: Iterable[Node | None]) -> bool:
 
 def _will_run(node: Node) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_execute_node(node)
     except RuntimeError:  # a leaf that autograd.grad was asked for
         return False

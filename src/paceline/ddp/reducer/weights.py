@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.errors import OptionError
 from paceline.tensors.dtensor import Trained, grad_version
+from paceline.torch_private import is_view
 
 
 class Weights:
@@ -134,7 +135,7 @@ class Weights:
             for slot, parameter in enumerate(self._parameters):
                 if parameter.grad is not None:
                     # A copy where it may be a view of storage that is about to be filled.
-                    where[slot] = parameter.grad.clone() if parameter.grad._is_view() else parameter.grad
+                    where[slot] = parameter.grad.clone() if is_view(parameter.grad) else parameter.grad
                     parameter.grad = None
 
 

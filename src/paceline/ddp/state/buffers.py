@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.tensors.dtensor import local_of
+from paceline.torch_private import buffers_of, preserve_version_counter
 
 # After this many steps without a change on any rank, buffers count as constant.
 _STEPS_UNTIL_CONSTANT = 3
@@ -142,10 +143,10 @@ class ModuleBuffers:
     def _find(self) -> list["_Buffer"]:
         found: dict[int, _Buffer] = {}
         for prefix, module in self._module.named_modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is not None and full not in self._ignored:
-                    found.setdefault(id(buffer), _Buffer(module._buffers, name, buffer))
+                    found.setdefault(id(buffer), _Buffer(buffers_of(module), name, buffer))
         return list(found.values())
 
 
@@ -168,7 +169,5 @@ class _Buffer:
 def broadcast_in_place(group: Group, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
     """Write one rank's values to tensors that autograd may have saved, without autograd noticing a change."""
     local = [local_of(tensor) for tensor in tensors]
-    # torch 2.13; it is what torch's own wrapper uses.
-    unchanged = torch.autograd._unsafe_preserve_version_counter(tuple(local))  # type: ignore[attr-defined]
-    with torch.no_grad(), unchanged:
+    with torch.no_grad(), preserve_version_counter(tuple(local)):
         group.broadcast(local, source=source, bytes_at_once=bytes_at_once)

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from paceline.ddp.state.parameters import sparse_parameters
 from paceline.errors import OptionError
 from paceline.tensors import tree
+from paceline.torch_private import parameters_of, renew_flat_weights
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Precision:
         """Layer, name and parameter; a shared parameter is in several layers."""
         found = []
         for prefix, owner in self._module.named_modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameters_of(owner).items():
                 full = f"{prefix}.{name}" if prefix else name
                 if parameter is not None and full not in self._ignored and parameter.is_floating_point():
                     found.append((owner, name, parameter))
@@ -164,10 +165,10 @@ class LowPrecisionCopies:
     def _set(self, tensors: Mapping[int, Any]) -> None:
         for owner, name, parameter in self._places:
             if (layer := owner()) is not None:
-                layer._parameters[name] = tensors[id(parameter)]
-        for recurrent in self._recurrent:  # they have a list of their weights beside the weights
-            if (layer := recurrent()) is not None:
-                layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+                parameters_of(layer)[name] = tensors[id(parameter)]
+        for recurrent in self._recurrent:
+            if (rnn := recurrent()) is not None:
+                renew_flat_weights(rnn)
 
 
 def _read(policy: Any) -> MixedPrecision:

@@ -8,11 +8,10 @@ its own: ``run_ranks`` with one rank.
 
 import functools
 
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
 from paceline.testing.toy.device_guard import ToyDeviceGuard
 from paceline.testing.toy.device_module import NAME, StreamOperation, ToyModule, ToyStream
 from paceline.testing.toy.toy_tensor import ToyTensor, register_kernels
+from paceline.torch_private import register_device
 
 __all__ = ["StreamOperation", "ToyModule", "ToyStream", "ToyTensor", "register"]
 
@@ -21,8 +20,7 @@ __all__ = ["StreamOperation", "ToyModule", "ToyStream", "ToyTensor", "register"]
 def register() -> ToyModule:
     """Make ``toy`` this process's accelerator, and return its module; calling again changes nothing."""
     module = ToyModule()
-    # torch 2.13: an experimental way to implement a device in Python.
-    _setup_privateuseone_for_python_backend(NAME, module)
+    register_device(NAME, module)
     ToyDeviceGuard(module).install()
     register_kernels()
     return module

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from paceline.testing.toy.device_module import COUNT, TYPE_NUMBER, ToyModule
+from paceline.testing.toy.device_module import COUNT, ToyModule
+from paceline.torch_private import OUTSIDE_DEVICE_TYPE
 
 # Indices into the virtual method table, in the order of c10/core/impl/DeviceGuardImplInterface.h, torch 2.13.
 _EXCHANGE, _GET, _SET, _UNCHECKED_SET, _COUNT = 1, 2, 3, 4, 15
@@ -50,7 +51,7 @@ class ToyDeviceGuard:
         place.value = ctypes.addressof(table) + head
 
     def _get(self, _this: int) -> int:
-        return TYPE_NUMBER | self._module.current_device() << 8
+        return OUTSIDE_DEVICE_TYPE | self._module.current_device() << 8
 
     def _set(self, _this: int, device: int) -> None:
         self._module.set_device(device >> 8)
@@ -69,5 +70,5 @@ def _registered_guard() -> ctypes.c_void_p:
     """The registered object's pointer to its virtual method table."""
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     name = "_ZN3c104impl26device_guard_impl_registryE"
-    registry = (ctypes.c_void_p * (TYPE_NUMBER + 1)).in_dll(c10, name)
-    return ctypes.c_void_p.from_address(registry[TYPE_NUMBER] or 0)
+    registry = (ctypes.c_void_p * (OUTSIDE_DEVICE_TYPE + 1)).in_dll(c10, name)
+    return ctypes.c_void_p.from_address(registry[OUTSIDE_DEVICE_TYPE] or 0)

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _DummyBackendModule
+
+from paceline.torch_private import OUTSIDE_DEVICE_TYPE, DeviceModule
 
 NAME = "toy"
 COUNT = 2
-
-# torch 2.13: the number of the device type that torch keeps for devices from outside.
-TYPE_NUMBER: int = torch._C._autograd.DeviceType.PrivateUse1.value
 
 
 class ToyStream(torch.Stream):
@@ -26,7 +24,7 @@ class ToyStream(torch.Stream):
     def __new__(cls, module: "ToyModule", index: int) -> "ToyStream":
         """A stream on the device with that index, unlike any other."""
         number = next(cls._numbers)
-        made = super().__new__(cls, stream_id=number, device_index=index, device_type=TYPE_NUMBER)
+        made = super().__new__(cls, stream_id=number, device_index=index, device_type=OUTSIDE_DEVICE_TYPE)
         made._module = module
         return made
 
@@ -44,7 +42,7 @@ class StreamOperation:
     other: torch.Stream | None = None
 
 
-class ToyModule(_DummyBackendModule):
+class ToyModule(DeviceModule):
     """Two devices, and each thread's current device and streams."""
 
     def __init__(self) -> None:

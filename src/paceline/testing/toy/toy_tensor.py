@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paceline.testing.toy.device_module import NAME, StreamOperation, ToyModule
+from paceline.torch_private import TO_COPY, make_wrapper_subclass, tree_leaves, tree_map
 
 _aten = torch.ops.aten
 
 # The operations whose operands may be on different devices.
-_MOVES = (_aten.copy_.default, _aten._to_copy.default)
+_MOVES = (_aten.copy_.default, TO_COPY)
 
 
 class ToyTensor(torch.Tensor):
@@ -21,7 +21,7 @@ class ToyTensor(torch.Tensor):
 
     def __new__(cls, memory: torch.Tensor, device: torch.device) -> "ToyTensor":
         """Put memory on the device."""
-        made = torch.Tensor._make_wrapper_subclass(
+        made: ToyTensor = make_wrapper_subclass(
             cls,
             memory.size(),
             strides=memory.stride(),
@@ -86,13 +86,13 @@ def _factory(func: Any) -> Callable[..., Any]:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten.record_stream.default:
         return _module().operations.append(StreamOperation("record", args[1]))
-    operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if func not in _MOVES:
         _check_one_device(func, operands)
     device = args[0].device if func is _aten.copy_.default else _target(operands, kwargs)
     if func in _MOVES and device.type == NAME:
         _module().operations.append(StreamOperation("copy", _module().current_stream(device)))
-    result = func(*pytree.tree_map(_memory, args), **_on_cpu(pytree.tree_map(_memory, kwargs)))
+    result = func(*tree_map(_memory, args), **_on_cpu(tree_map(_memory, kwargs)))
     return result if device.type != NAME else _wrap(result, device, operands)
 
 
@@ -105,7 +105,7 @@ def _wrap(result: Any, device: torch.device, operands: Sequence[torch.Tensor]) -
             return leaf
         return known[id(leaf)] if id(leaf) in known else ToyTensor(leaf, device)
 
-    return pytree.tree_map(wrap, result)
+    return tree_map(wrap, result)
 
 
 def _memory(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.rendezvous import utils as rendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from paceline.tools.doctor import host_network
 from paceline.tools.doctor.connections import PORT_CHECK
@@ -21,6 +21,7 @@ from paceline.tools.doctor.rank_checks import RANK_COMMAND, RANKS_CHECK, check_r
 from paceline.tools.doctor.requested_run import Endpoint, RequestedRun, TargetKind
 from paceline.tools.run import agent
 from paceline.tools.run.command import choose_rendezvous, exit_now, ranks_parser
+from paceline.torch_private import is_this_host, parse_rendezvous_config
 
 USAGE = "%(prog)s [-n RANKS] [--json] [--no-ranks] [torchrun's options] [SCRIPT [ARGUMENT ...]]"
 EXIT_FAULTS = 1
@@ -96,7 +97,7 @@ def _endpoint(options: argparse.Namespace, hosts: int) -> Endpoint | None:
     if options.standalone:
         return None
     if options.rdzv_endpoint:
-        address, port = rendezvous.parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=DEFAULT_PORT)
+        address, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=DEFAULT_PORT)
         option = f"--rdzv-endpoint {address}:{{port}}"
     elif options.master_port is not None or hosts > 1:
         address, port = options.master_addr, options.master_port or DEFAULT_PORT
@@ -117,10 +118,10 @@ def _is_here(options: argparse.Namespace, address: str, hosts: int) -> tuple[boo
         return True, True
     if options.rdzv_backend == "static":
         return int(options.node_rank) == 0, True
-    configured = rendezvous._parse_rendezvous_config(options.rdzv_conf).get("is_host")
+    configured = parse_rendezvous_config(options.rdzv_conf).get("is_host")
     if configured is not None:
         return configured.lower() in ("1", "true", "t", "yes", "y"), True
-    is_known = bool(rendezvous._matches_machine_hostname(address))
+    is_known = is_this_host(address)
     own = {each for interface in host_network.list_interfaces() for each in interface.addresses}
     return is_known or bool(own & set(host_network.resolve(address).addresses)), is_known
 

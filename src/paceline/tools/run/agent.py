@@ -207,7 +207,7 @@ class SignalHandlers:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also tells us which processes it starts. Tried with torch 2.13."""
+    """torch's agent, which also tells us which processes it starts."""
 
     def __init__(
         self,

@@ -12,11 +12,11 @@ from weakref import ref
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import traced_all_reduce
 from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.exchange.comm_hook import CommHook
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.errors import UnsupportedError
+from paceline.torch_private import traced_all_reduce
 
 
 class ReductionSettings(Protocol):
