@@ -23,9 +23,14 @@ def _uses(storage: torch.UntypedStorage) -> int:
     return storage_use_count(cdata_of(storage)) + getrefcount(storage)
 
 
+def _storage_uses(tensor: Tensor) -> int:
+    """How often the storage of a tensor is used, by the tensor itself as well."""
+    return _uses(tensor.untyped_storage())
+
+
 # What is counted for a tensor that is in one list and nowhere else.
 _REFERENCES = next(map(getrefcount, [object()]))
-_USES = _uses(torch.empty(0).untyped_storage())
+_USES = _storage_uses(torch.empty(0))
 
 
 class Lent:
@@ -87,4 +92,4 @@ def held(grads: list[Tensor]) -> list[int]:
 
 
 def _is_used(grad: Tensor) -> bool:
-    return grad.layout is torch.strided and _uses(grad.untyped_storage()) > _USES
+    return grad.layout is torch.strided and _storage_uses(grad) > _USES

@@ -70,7 +70,8 @@ class SparseBucket:
         like = self.parameters[0]
         nowhere = torch.empty((1, 0), dtype=torch.int64, device=like.device)
         values = torch.empty((0, *like.shape[1:]), dtype=self._dtype or like.dtype, device=like.device)
-        self._rows = torch.sparse_coo_tensor(nowhere, values, like.shape)
+        # Said explicitly, or torch warns that it does not check.
+        self._rows = torch.sparse_coo_tensor(nowhere, values, like.shape, check_invariants=False)
 
     def receive(self, result: Tensor) -> None:
         """Hold a gradient that was reduced outside the bucket."""

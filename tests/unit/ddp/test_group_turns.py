@@ -1,0 +1,237 @@
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.ddp.reducer.group_turns import GroupTurns, turns_of
+from paceline.ddp.reducer.step_report import StepOutcome
+
+
+class StandIn:
+    """Notes what is done to it, in a log that several share."""
+
+    def __init__(self, name: str, log: list[str], *, is_syncing: bool = True, fails: str = "") -> None:
+        self.name = name
+        self.is_syncing = is_syncing
+        self._log = log
+        self._fails = fails
+
+    def finish(self) -> None:
+        self._note("finish")
+
+    def follow_up(self) -> None:
+        self._note("follow_up")
+
+    def give_up(self, outcome: StepOutcome, reason: str) -> None:
+        self._note("give_up", outcome.name, reason)
+
+    def drop(self) -> None:
+        self._note("drop")
+
+    def note_lost_backward(self) -> None:
+        self._note("note_lost_backward")
+
+    def _note(self, what: str, *more: str) -> None:
+        self._log.append(" ".join((self.name, what, *more)))
+        if what == self._fails:
+            raise ValueError(self.name)
+
+
+def group_of(*reducers: StandIn) -> GroupTurns:
+    turns = GroupTurns()
+    for reducer in reducers:
+        turns.join(reducer)
+    return turns
+
+
+def backward(*hooks: Callable[[], object]) -> None:
+    """A real backward that calls the hooks one after the other, the first of them first."""
+
+    def call(hook: Callable[[], object], _: Tensor) -> None:
+        hook()
+
+    with torch.enable_grad():
+        value = torch.ones((), requires_grad=True)
+        for hook in reversed(hooks):
+            value = value * 2
+            value.register_hook(partial(call, hook))
+        value.backward()
+
+
+def begin(turns: GroupTurns, *reducers: StandIn) -> Callable[[], None]:
+    def hook() -> None:
+        for reducer in reducers:
+            turns.begin(reducer)
+
+    return hook
+
+
+def fail() -> None:
+    raise ZeroDivisionError("planned")
+
+
+def test_reducers_finish_in_the_order_in_which_they_were_made() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log), StandIn("second", log)
+    turns = group_of(first, second)
+    backward(begin(turns, second), lambda: log.append("between"), begin(turns, first))
+    assert log == ["between", "first finish", "second finish", "first follow_up", "second follow_up"]
+
+
+def test_only_those_at_work_finish_and_only_those_in_sync_follow_up() -> None:
+    log: list[str] = []
+    first, idle, last = StandIn("first", log, is_syncing=False), StandIn("idle", log), StandIn("last", log)
+    turns = group_of(first, idle, last)
+    backward(begin(turns, first, last))
+    assert log == ["first finish", "last finish", "last follow_up"]
+
+
+def test_each_backward_ends_its_own() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log), StandIn("second", log)
+    turns = group_of(first, second)
+    backward(begin(turns, first), lambda: backward(begin(turns, second)), lambda: log.append("outer"))
+    assert log == ["second finish", "second follow_up", "outer", "first finish", "first follow_up"]
+
+
+def test_if_one_fails_those_after_it_are_dropped_and_those_before_it_follow_up() -> None:
+    log: list[str] = []
+    reducers = [
+        StandIn("first", log),
+        StandIn("second", log, fails="finish"),
+        StandIn("third", log),
+        StandIn("fourth", log, is_syncing=False),
+    ]
+    turns = group_of(*reducers)
+    with pytest.raises(ValueError, match="second"):
+        backward(begin(turns, *reducers))
+    assert log == ["first finish", "second finish", "third drop", "fourth finish", "first follow_up"]
+
+
+def test_a_follow_up_that_fails_keeps_none_of_the_others_from_theirs() -> None:
+    log: list[str] = []
+    reducers = [StandIn("first", log, fails="follow_up"), StandIn("second", log)]
+    turns = group_of(*reducers)
+    with pytest.raises(ValueError, match="first"):
+        backward(begin(turns, *reducers))
+    assert log[2:] == ["first follow_up", "second follow_up"]
+
+
+def test_an_error_keeps_nothing_alive(no_gc: None) -> None:  # noqa: ARG001  # a fixture
+    reducer = StandIn("first", [], fails="finish")
+    turns = group_of(reducer)
+    with pytest.raises(ValueError, match="first"):
+        backward(begin(turns, reducer))
+    is_alive = weakref.ref(reducer)
+    del reducer
+    assert is_alive() is None
+
+
+def test_a_backward_is_shared_while_another_one_is_expected() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log), StandIn("second", log)
+    turns = group_of(first, second)
+    assert not turns.is_shared(first)
+    turns.expect(first)
+    assert not turns.is_shared(first)
+    assert turns.is_shared(second)
+    turns.expect_no_more(first)
+    assert not turns.is_shared(second)
+
+
+@pytest.mark.parametrize("is_syncing", [True, False])
+def test_a_synced_backward_ends_all_expectations(is_syncing: bool) -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log, is_syncing=is_syncing), StandIn("second", log)
+    turns = group_of(first, second)
+    turns.expect(second)
+    backward(begin(turns, first))
+    assert turns.is_shared(first) != is_syncing
+
+
+def test_a_reducer_that_is_gone_or_has_left_is_not_expected() -> None:
+    log: list[str] = []
+    first, second, third = (StandIn(name, log) for name in ("first", "second", "third"))
+    turns = group_of(first, second, third)
+    turns.expect(second)
+    turns.expect(third)
+    del second
+    turns.leave(third)
+    assert not turns.is_shared(first)
+    backward(begin(turns, first, third))
+    assert log == ["first finish", "first follow_up"]
+
+
+def test_a_forward_that_raised_is_told_by_the_first_that_the_others_will_finish() -> None:
+    log: list[str] = []
+    first, second, third = (StandIn(name, log) for name in ("first", "second", "third"))
+    turns = group_of(first, second, third)
+    turns.expect(third)
+    turns.expect(first)
+    turns.fail_forward(second, "ValueError()")
+    assert log == ["second drop", "third drop", "first give_up RAISED_IN_FORWARD ValueError()"]
+
+
+def test_a_forward_that_raised_alone_is_told_by_its_own_reducer() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log), StandIn("second", log)
+    group_of(first, second).fail_forward(second, "ValueError()")
+    assert log == ["second give_up RAISED_IN_FORWARD ValueError()"]
+
+
+def test_a_backward_that_raises_is_told_by_the_first_in_sync() -> None:
+    log: list[str] = []
+    reducers = [StandIn("first", log, is_syncing=False), StandIn("second", log), StandIn("third", log)]
+    turns = group_of(*reducers)
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        backward(begin(turns, *reversed(reducers)), fail)
+    noted, told = log[:3], log[3:]
+    assert sorted(noted) == [f"{name} note_lost_backward" for name in ("first", "second", "third")]
+    assert told == ["third drop", "second give_up RAISED_IN_BACKWARD an exception"]
+
+
+def test_a_backward_that_raises_and_is_not_synced_is_not_told() -> None:
+    log: list[str] = []
+    turns = group_of(reducer := StandIn("first", log, is_syncing=False))
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        backward(begin(turns, reducer), fail)
+    assert log == ["first note_lost_backward"]
+
+
+def test_what_fails_while_a_lost_backward_is_told_does_not_hide_its_exception() -> None:
+    log: list[str] = []
+    turns = group_of(reducer := StandIn("first", log, fails="give_up"))
+    with pytest.raises(ZeroDivisionError, match="planned"):
+        backward(begin(turns, reducer), fail)
+    assert log[-1] == "first give_up RAISED_IN_BACKWARD an exception"
+
+
+def test_after_a_lost_backward_the_next_one_ends_as_ever() -> None:
+    log: list[str] = []
+    turns = group_of(reducer := StandIn("first", log))
+    with pytest.raises(ZeroDivisionError):
+        backward(begin(turns, reducer), fail)
+    log.clear()
+    backward(begin(turns, reducer))
+    assert log == ["first finish", "first follow_up"]
+
+
+def test_a_backward_may_outlive_the_wrapper() -> None:
+    log: list[str] = []
+    turns = GroupTurns()
+
+    def begin_and_forget() -> None:
+        reducer = StandIn("first", log)
+        turns.join(reducer)
+        turns.begin(reducer)
+
+    backward(begin_and_forget)
+    assert log == ["first finish", "first follow_up"]
+
+
+def test_groups_take_turns_by_themselves() -> None:
+    assert turns_of("one") is turns_of("one")
+    assert turns_of("one") is not turns_of("two")
