@@ -176,7 +176,7 @@ def begun_step(
     number: int = 0,
     ranks: int | None = None,
     accumulated: Collection[int] = (),
-    hold: bool = False,
+    launch_late: bool = False,
     copy_late: bool = False,
 ) -> Step:
     """A step that has begun."""
@@ -185,7 +185,7 @@ def begun_step(
         number=number,
         ranks=context.group.size if ranks is None else ranks,
         accumulated=bytearray(slot in accumulated for slot in range(len(context.parameters.slots))),
-        hold=hold,
+        launch_late=launch_late,
         copy_late=copy_late,
     )
     step.begin()

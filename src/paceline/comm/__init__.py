@@ -1,1 +1,1 @@
-"""Communication between ranks: the only package that imports torch.distributed."""
+"""Communication between ranks: the only package that calls torch.distributed's collectives."""

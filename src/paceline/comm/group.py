@@ -21,8 +21,8 @@ from paceline.errors import OptionError, WrapError
 # acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in chunks
 # 220 ms, which is what the wire needs.
 _CHUNK_BYTES = 256 * 1024
-# Numbers the wrappers of one process group in the order in which they are made, the same on every rank.
-_wrapper_numbers: dict[str, "itertools.count[int]"] = {}
+# Numbers the Groups of one process group in the order in which they are made, the same on every rank.
+_group_numbers: dict[str, "itertools.count[int]"] = {}
 
 
 class Group:
@@ -45,7 +45,7 @@ class Group:
         self._local_ranks: LocalRanks | None = None
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
-        number = next(_wrapper_numbers.setdefault(self.name, itertools.count()))
+        number = next(_group_numbers.setdefault(self.name, itertools.count()))
         self.peer_notes = PeerNotes(process_group.get_group_store(), number, rank=self.rank, size=self.size)
 
     @property

@@ -21,8 +21,8 @@ from paceline.ddp.build import build_reducer, make_precision, reduce_in_graph
 from paceline.ddp.compat import torch_wrapper
 from paceline.ddp.compat.logging_data import LoggingData, log_environment
 from paceline.ddp.compat.torch_names import TORCH_NAMES, TorchNames
-from paceline.ddp.exchange.comm_hook import CommHook, check_hook
-from paceline.ddp.exchange.generator_hook import GeneratorHook, run_registered
+from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
 from paceline.ddp.reducer.reducer import Reducer
@@ -278,7 +278,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _sync_buffers(self) -> None:
-        self._reducer.after_step.wait_for(self._module_buffers.sync(self._group))
+        self._reducer.after_step.wait_after_step(self._module_buffers.sync(self._group))
 
     def _syncs_now(self) -> bool:
         return torch.is_grad_enabled() and self._reducer.syncs
@@ -329,13 +329,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         with self._logging.noting_errors():
             if isinstance(hook, Hook):
-                self._use_hook(run_registered(self._group, state, hook))
+                self._use_hook(exchange_for_hook(self._group, state, hook))
             else:
                 check_hook(hook)
-                self._use_hook(CommHook(self._group, state, hook))
+                self._use_hook(FutureHookExchange(self._group, state, hook))
 
-    def _use_hook(self, hook: CommHook | GeneratorHook) -> None:
-        if isinstance(self._reducer.exchange, CommHook | GeneratorHook):
+    def _use_hook(self, hook: FutureHookExchange | GeneratorHookExchange) -> None:
+        if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )

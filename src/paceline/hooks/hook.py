@@ -59,7 +59,7 @@ class Hook(ABC):
         """The hook runs among these ranks from now on."""
 
     def begin(self, weight: float | None) -> None:  # noqa: B027  # a hook need not care
-        """A step begins; ``weight`` is what this rank's gradients were multiplied by, under ``weigh``."""
+        """A step begins; ``weight`` is this rank's sum of weights since the last average, under ``weigh``."""
 
     def finish(self, parameters: Sequence[Parameter], used: Sequence[int], total: float | None) -> None:  # noqa: B027  # as begin
         """A step has ended well on every rank.

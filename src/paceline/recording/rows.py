@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # Of the file format; a reader accepts this version only.
 VERSION = 1
+# A new column needs a new VERSION, and a place in tools/report: step_parts, page_numbers, page/data.js.
 
 
 class StepColumn(enum.IntEnum):

@@ -21,9 +21,9 @@ from scripted_steps import (
 from torch import Tensor
 
 from paceline.ddp.exchange.average import Average
-from paceline.ddp.exchange.comm_hook import CommHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.exchange.exchange import Exchange
-from paceline.ddp.exchange.generator_hook import GeneratorHook
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer import in_flight as in_flight_file
 from paceline.ddp.reducer.in_flight import InFlight
 from paceline.ddp.reducer.step import StepContext
@@ -71,7 +71,7 @@ def never(*numbers: int) -> Callable[[ScriptedCall], ScriptedReply | None]:
     return lambda call: NEVER if call.number in numbers else None
 
 
-def returning(result: Callable[[Any], Any]) -> Callable[[ScriptedGroup], CommHook]:
+def returning(result: Callable[[Any], Any]) -> Callable[[ScriptedGroup], FutureHookExchange]:
     """A hook whose future holds what ``result`` makes of the bucket."""
 
     def hook(_: object, bucket: Any) -> torch.futures.Future[Any]:
@@ -79,7 +79,7 @@ def returning(result: Callable[[Any], Any]) -> Callable[[ScriptedGroup], CommHoo
         future.set_result(result(bucket))
         return future
 
-    return lambda group: CommHook(group, None, hook, name="wrong")
+    return lambda group: FutureHookExchange(group, None, hook, name="wrong")
 
 
 def test_buckets_are_given_in_launch_order_once_they_hold_the_sum() -> None:
@@ -162,7 +162,7 @@ def test_a_wait_ends_if_another_rank_notes_that_it_has_stopped() -> None:
         next(in_flight.finished())
     assert group.notes_of(1).stopped(STEP)[0] == "waiting for bucket 0"
     with pytest.raises(StepError, match="collectives no longer match: rank 1 raised KeyError"):
-        in_flight.wait_for_rest()
+        in_flight.wait_for_remaining()
 
 
 def test_zeros_are_launched_for_what_is_left_with_the_outcome() -> None:
@@ -198,7 +198,7 @@ def test_after_a_lost_step_the_next_one_works() -> None:
     arrive(context, step, {2: own[2]})
     with torch.no_grad():
         step.in_flight.launch_zeros(StepOutcome.RAISED_IN_BACKWARD)
-    step.in_flight.wait_for_rest()
+    step.in_flight.wait_for_remaining()
     assert group.waits == [0, 1, 2]
     assert len(group.calls) == 3
     script.in_next_step(OtherRank(other))
@@ -217,7 +217,7 @@ def test_a_report_beside_the_buckets_follows_the_zeros() -> None:
     assert sent_numels(group) == [2, 3, 5, context.layout.numel]
     assert group.waits == [0, 1, 2, 3]
     assert sent_report(context, group.calls[3]).raised == {0: StepOutcome.RAISED_IN_FORWARD}
-    in_flight.wait_for_rest()
+    in_flight.wait_for_remaining()
     assert len(group.calls) == 4
 
 
@@ -230,7 +230,7 @@ def test_a_rank_with_an_exception_does_not_wait_long(monkeypatch: pytest.MonkeyP
     in_flight.launch_zeros(StepOutcome.RAISED_IN_BACKWARD)
     assert sent_numels(group) == [2, 3, 5]
     with pytest.raises(StalledError, match=r"bucket 1 \(p1\).*not come to it: \[1\]"):
-        in_flight.wait_for_rest()
+        in_flight.wait_for_remaining()
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -303,7 +303,7 @@ class Fails(Hook):
 @pytest.mark.parametrize("where", ["bucket 0", "bucket 1"])
 def test_a_hook_that_raises_between_its_collectives_breaks_the_group_unless_all_do(where: str) -> None:
     group = ScriptedGroup()
-    context = make(group, lambda group: GeneratorHook(group, Fails()))
+    context = make(group, lambda group: GeneratorHookExchange(group, Fails()))
     step = begun_step(context, number=STEP)
     arrive(context, step, random_grads(context.parameters.local))
     with pytest.raises(BrokenHookError, match=r"a hook raised KeyError\('forgotten'\) \(hook: Fails\)"):
@@ -311,13 +311,13 @@ def test_a_hook_that_raises_between_its_collectives_breaks_the_group_unless_all_
     assert group.notes_of(1).stopped(STEP) == {0: "bucket 0"}
     assert "KeyError" in str(group.notes_of(1).reason(STEP, 0))
     with pytest.raises(StepError, match="Make a new process group"):
-        step.in_flight.wait_for_rest()
+        step.in_flight.wait_for_remaining()
     group.notes_of(1).note_stopped(STEP, where)
     if where == "bucket 0":
-        step.in_flight.wait_for_rest()
+        step.in_flight.wait_for_remaining()
     else:
         with pytest.raises(StepError, match="collectives no longer match"):
-            step.in_flight.wait_for_rest()
+            step.in_flight.wait_for_remaining()
 
 
 def test_a_hook_that_raises_at_once_is_told_to_the_others() -> None:

@@ -86,7 +86,7 @@ def test_steps_are_steady_while_they_use_the_same_slots() -> None:
 
 
 def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:
-    order = LaunchOrder(4, hold=False)
+    order = LaunchOrder(4, launch_late=False)
     order.mark_full(1)
     order.mark_full(3)
     assert order.pop() is None
@@ -97,7 +97,7 @@ def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:
 
 
 def test_none_is_launched_early_while_the_first_step_teaches() -> None:
-    order = LaunchOrder(3, hold=True)
+    order = LaunchOrder(3, launch_late=True)
     for number in (0, 1, 2):
         order.mark_full(number)
         assert order.pop() is None

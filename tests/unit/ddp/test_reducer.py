@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from paceline.ddp.build import build_reducer
 from paceline.ddp.exchange.average import Average
-from paceline.ddp.exchange.comm_hook import CommHook
-from paceline.ddp.exchange.generator_hook import GeneratorHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward
 from paceline.ddp.reducer.planner import PlanStage
 from paceline.ddp.reducer.reducer import Reducer
@@ -307,18 +307,18 @@ def test_another_group_begins_anew() -> None:
     this.assert_mean(this.alone(x), one, two)
 
 
-def averaging(group: ScriptedGroup) -> CommHook:
+def averaging(group: ScriptedGroup) -> FutureHookExchange:
     """torch's kind of hook: a future of the average."""
 
     def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         return group.all_reduce_future(bucket.buffer().div_(group.size)).then(lambda done: done.value()[0])
 
-    return CommHook(group, None, hook)
+    return FutureHookExchange(group, None, hook)
 
 
 EXCHANGES: dict[str, Callable[[ScriptedGroup], Any]] = {
     "a comm hook": averaging,
-    "a hook of ours": lambda group: GeneratorHook(group, average()),
+    "a hook of ours": lambda group: GeneratorHookExchange(group, average()),
 }
 
 

@@ -17,7 +17,7 @@ from scripted_steps import (
 )
 
 from paceline.ddp.buckets.dense import LARGE_NUMEL
-from paceline.ddp.exchange.comm_hook import CommHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.reducer.step import BATCH
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome
 from paceline.errors import PeerError, WeightsError
@@ -124,7 +124,7 @@ def test_buckets_are_launched_in_plan_order_and_the_reports_bucket_last() -> Non
 def test_a_step_on_hold_launches_nothing_before_its_end() -> None:
     parameters = random_parameters(*SIZES)
     context, group, _ = scripted_context(parameters, *PLAN, others=[OtherRank()])
-    step = begun_step(context, hold=True)
+    step = begun_step(context, launch_late=True)
     arrive(context, step, random_grads(parameters))
     assert group.calls == []
     finish(step)
@@ -136,7 +136,7 @@ def test_a_large_gradient_is_copied_at_once_unless_others_look_at_it(late: bool)
     parameters = random_parameters(LARGE_NUMEL, 3)
     own, other = random_grads(parameters), random_grads(parameters)
     context, *_ = scripted_context(parameters, (0, 1), others=[OtherRank(other)])
-    step = begun_step(context, hold=late, copy_late=late)
+    step = begun_step(context, launch_late=late, copy_late=late)
     arrive(context, step, own)
     assert (parameters[0].grad is not None) == late
     assert parameters[1].grad is not None
@@ -149,7 +149,7 @@ def test_small_gradients_are_copied_many_at_a_time(late: bool) -> None:
     parameters = random_parameters(*[1] * BATCH)
     own = random_grads(parameters)
     context, *_ = scripted_context(parameters, tuple(range(BATCH)), others=[OtherRank(own)])
-    step = begun_step(context, hold=late, copy_late=late)
+    step = begun_step(context, launch_late=late, copy_late=late)
     last = BATCH - 1
     arrive(context, step, {slot: own[slot] for slot in range(last)})
     assert all(parameter.grad is not None for parameter in parameters[:last])
@@ -294,7 +294,7 @@ def test_an_exchange_of_one_bucket_at_a_time_gets_the_next_when_one_is_done() ->
         return futures[-1]
 
     context, group, _ = scripted_context(
-        parameters, *PLAN, others=[OtherRank()], exchange=lambda group: CommHook(group, None, hook)
+        parameters, *PLAN, others=[OtherRank()], exchange=lambda group: FutureHookExchange(group, None, hook)
     )
     step = begun_step(context)
     own = random_grads(parameters)

@@ -23,7 +23,7 @@ class BucketSet:
         report_numel: the number of elements of a step report.
         report_in_bucket: whether the report travels behind the last bucket's gradients, or in a tensor of
             its own.
-        as_views: whether a gradient may change in the next step although somebody holds it.
+        as_views: whether to reuse the storage even if somebody still holds a gradient in it.
         dtype: the data type in which gradients travel; each in its parameter's own type if None.
         empty: makes the buckets' storage.
 

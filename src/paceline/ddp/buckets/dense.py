@@ -43,7 +43,7 @@ class DenseBucket:
         parameters: their parameters, in the same order.
         device: the device of an empty bucket's storage.
         tail: the number of elements to keep free behind the gradients.
-        as_views: whether a gradient may change in the next step although somebody holds it.
+        as_views: whether to reuse the storage even if somebody still holds a gradient in it.
         dtype: the data type in which gradients travel; the parameters' own if None. Gradients of another
             type cannot be lent: they are copied out.
         empty: makes the storage.

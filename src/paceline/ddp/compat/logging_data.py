@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from paceline.ddp.exchange.comm_hook import CommHook
-from paceline.ddp.exchange.generator_hook import GeneratorHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError
@@ -126,7 +126,7 @@ class LoggingData:
         if group.backend == "gloo":
             data |= {key: os.environ.get(name, "N/A") for key, name in _GLOO_KEYS.items()}
             data["gloo_num_threads"] = group.gloo_threads
-        if isinstance(self._reducer.exchange, CommHook | GeneratorHook):
+        if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
             data["comm_hook"] = self._reducer.exchange.name
         return data
 

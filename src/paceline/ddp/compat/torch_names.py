@@ -18,7 +18,7 @@ from paceline.ddp.compat.builtin_hooks import builtin_hook
 from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_reducer import TorchReducer
 from paceline.ddp.compat.torch_wrapper import active
-from paceline.ddp.exchange.comm_hook import CommHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.state.buffers import (
     BufferHook,
@@ -81,7 +81,7 @@ class WrapperParts(Protocol):
     _logging: LoggingData
     _accum_grad_hooks: Sequence[RemovableHandle]
 
-    def _use_hook(self, hook: CommHook) -> None:
+    def _use_hook(self, hook: FutureHookExchange) -> None:
         """Reduce buckets by a hook from now on."""
 
 
@@ -236,7 +236,9 @@ class TorchNames:
         """Average by one of torch's built-in hooks, given its type."""
         group = self._wrapper._group
         make = functools.partial(builtin_hook, kind=comm_hook_type)
-        self._wrapper._use_hook(CommHook(group, None, make(group), name=str(comm_hook_type), remake=make))
+        self._wrapper._use_hook(
+            FutureHookExchange(group, None, make(group), name=str(comm_hook_type), remake=make)
+        )
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step one of torch's optimizers on each bucket as soon as it is averaged."""

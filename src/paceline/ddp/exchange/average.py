@@ -1,9 +1,9 @@
 """The plain average: one all-reduce per bucket."""
 
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
+from paceline.comm.pending import OnSlow, Pending
 from paceline.ddp.buckets.bucket_set import Bucket
-from paceline.ddp.exchange.exchange import Exchange, OnSlow
+from paceline.ddp.exchange.exchange import Exchange
 
 
 class Average(Exchange):

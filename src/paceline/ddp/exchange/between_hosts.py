@@ -18,13 +18,12 @@ import torch
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
+from paceline.comm.pending import OnSlow, Pending
 from paceline.comm.shm.in_place import Slice
 from paceline.comm.shm.transport import SharedMemoryTransport
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.comm_hook import check_result
-from paceline.ddp.exchange.exchange import OnSlow
 from paceline.ddp.exchange.hook_run import HookRun
 from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.grad_bucket import GradBucket

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.pending import FuturePending, Pending
+from paceline.comm.pending import FuturePending, OnSlow, Pending
 from paceline.comm.torch_distributed import is_grad_bucket_type
 from paceline.ddp.buckets.bucket_set import Bucket
-from paceline.ddp.exchange.exchange import Exchange, OnSlow
+from paceline.ddp.exchange.exchange import Exchange
 from paceline.errors import HookArgumentsError, HookError, HookSignatureError, HookTypeError
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.torch_private import CppFuture
@@ -19,7 +19,7 @@ from paceline.torch_private import CppFuture
 FutureHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]
 
 
-class CommHook(Exchange):
+class FutureHookExchange(Exchange):
     """Passes each full bucket to a hook, which returns a future of the reduced gradients.
 
     The hook gets gradients that are not divided; averaging is up to the hook. Nobody else knows what it does
@@ -61,10 +61,10 @@ class CommHook(Exchange):
         """Call the hook with its state and an argument."""
         return self._hook(self._state, given)
 
-    def for_group(self, group: Group) -> "CommHook":
+    def for_group(self, group: Group) -> "FutureHookExchange":
         """The same hook among other ranks."""
         hook = self._hook if self._remake is None else self._remake(group)
-        return CommHook(group, self._state, hook, name=self.name, remake=self._remake)
+        return FutureHookExchange(group, self._state, hook, name=self.name, remake=self._remake)
 
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
         """Call the hook."""

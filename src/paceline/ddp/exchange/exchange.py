@@ -2,19 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
+from paceline.comm.pending import OnSlow, Pending
 from paceline.ddp.buckets.bucket_set import Bucket
-
-
-class OnSlow(Protocol):
-    """Called from time to time while a wait takes long; may raise."""
-
-    def __call__(self) -> None: ...  # noqa: D102
 
 
 class Exchange(ABC):
@@ -24,12 +17,12 @@ class Exchange(ABC):
         group: the ranks.
 
     Attributes:
-        sum_per_result: the sum over the ranks, divided by what ``wait`` leaves in a bucket whose gradients
-            were not multiplied by anything.
+        sum_per_result: times what ``wait`` leaves in a bucket of unscaled gradients, it is the sum over the
+            ranks: 1 if that is the sum, the number of ranks if it is the average.
         carries_report: whether the elements behind a bucket's gradients are summed over the ranks, exactly.
         one_at_a_time: whether a bucket may be launched only when the one before it is reduced.
         supports_join: whether it works under join, where some ranks have no inputs left.
-        name: its name in errors.
+        name: its name in errors, logs and recordings.
     """
 
     name = "the average"
@@ -47,7 +40,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> Pending:
-        """Begin to reduce a full bucket."""
+        """Begin to reduce a bucket."""
 
     @abstractmethod
     def wait(self, bucket: Bucket, number: int, pending: Pending, on_slow: OnSlow) -> None:
@@ -58,10 +51,10 @@ class Exchange(ABC):
         return 1.0
 
     def begin(self, weight: float | None, ranks: int) -> None:  # noqa: B027  # most need not know
-        """A step begins.
+        """Get ready for a step.
 
         Args:
-            weight: what this rank's gradients are multiplied by, under ``weigh``.
+            weight: the sum of this rank's weights since the last average, under ``weigh``.
             ranks: the number of ranks that the sum is divided by.
         """
 

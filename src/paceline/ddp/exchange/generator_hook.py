@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
+from paceline.comm.pending import OnSlow, Pending
 from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.buckets.dense import DenseBucket
 from paceline.ddp.exchange.between_hosts import BetweenHosts
 from paceline.ddp.exchange.comm_hook import check_result
-from paceline.ddp.exchange.exchange import Exchange, OnSlow
+from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.hook_run import HookRun
 from paceline.errors import OptionError
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, averaged
 
 
-class GeneratorHook(Exchange):
+class GeneratorHookExchange(Exchange):
     """Averages buckets by a hook that is a generator of collectives.
 
     The hook gets gradients that are not divided; averaging is up to the hook. The step report travels in a
@@ -46,10 +46,10 @@ class GeneratorHook(Exchange):
         else:
             self._between = BetweenHosts(group, shared, hook)
 
-    def for_group(self, group: Group) -> "GeneratorHook":
+    def for_group(self, group: Group) -> "GeneratorHookExchange":
         """The same hook among other ranks; what the hook remembers stays."""
         self._hook.release()
-        return GeneratorHook(group, self._hook)
+        return GeneratorHookExchange(group, self._hook)
 
     def begin(self, weight: float | None, ranks: int) -> None:
         """Tell the hook that a step begins."""
@@ -94,11 +94,11 @@ class _Finished:
         return True
 
 
-def run_registered(group: Group, state: object, hook: Hook) -> GeneratorHook:
+def exchange_for_hook(group: Group, state: object, hook: Hook) -> GeneratorHookExchange:
     """The exchange for a hook that a user registered with ``register_comm_hook(None, hook)``."""
     if state is not None:
         raise OptionError(
             f"this hook keeps its own state: register it with None (hook: {hook.name}, "
             f"state: {type(state).__name__})"
         )
-    return GeneratorHook(group, hook)
+    return GeneratorHookExchange(group, hook)

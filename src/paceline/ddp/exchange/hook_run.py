@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from paceline.comm.pending import Pending
-from paceline.ddp.exchange.exchange import OnSlow
+from paceline.comm.pending import OnSlow, Pending
 from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.hook import Reduction
 

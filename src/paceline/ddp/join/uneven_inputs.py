@@ -99,7 +99,7 @@ class UnevenInputs:
         synced = self._exchange(active=False, synced=False).synced
         reducer.prepare()
         if self._buffers.will_sync():
-            reducer.after_step.wait_for(self._buffers.sync(reducer.group))
+            reducer.after_step.wait_after_step(self._buffers.sync(reducer.group))
         self._buffers.settings.required = synced
         if synced:
             reducer.context.parameters.clear_grads()

@@ -36,12 +36,12 @@ class AfterStep:
         self._with_optimizer = [each for each in self._parameters if in_backward_optimizers(each)]
         remove_in_backward_hooks(self._with_optimizer)
 
-    def wait_for(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
+    def wait_after_step(self, futures: Sequence["torch.futures.Future[Any]"]) -> None:
         """Wait for futures after the next step."""
         self._futures.extend(futures)
 
     def run(self, exchange: Exchange, summary: StepSummary) -> None:
-        """Do all of it."""
+        """Finish the exchange, wait for the futures, cast the gradients, step the optimizers."""
         with torch.no_grad():
             exchange.finish(self._parameters, summary.used, summary.total_weight)
             while self._futures:

@@ -17,7 +17,7 @@ from paceline.ddp.reducer.step_report import StepOutcome
 
 
 class TakesTurns(Protocol):
-    """What is known here of a reducer."""
+    """A reducer, as far as it is needed here; reducer.py imports this file."""
 
     @property
     def is_syncing(self) -> bool:

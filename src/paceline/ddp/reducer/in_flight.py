@@ -61,7 +61,7 @@ class InFlight:
         step: int,
         recorder: Recorder,
     ) -> None:
-        self._set = bucket_set
+        self._bucket_set = bucket_set
         self._layout = layout
         self._exchange = exchange
         self._group = group
@@ -80,9 +80,9 @@ class InFlight:
             self._exchange.begin(weight, ranks)
 
     def launch(self, number: int, report: RankReport | None = None) -> None:
-        """Launch a full bucket, with this rank's report if it is the report's bucket."""
+        """Launch a bucket, with this rank's report if it is the report's bucket."""
         self._recorder.launched(number)
-        bucket, plan = self._set.buckets[number], self._set.plan
+        bucket, plan = self._bucket_set.buckets[number], self._bucket_set.plan
         if number == plan.report_bucket and self._exchange.carries_report:
             self._write_report(report)
         if bucket.slots or self._exchange.carries_report:
@@ -99,7 +99,7 @@ class InFlight:
         """Wait until another bucket may be launched."""
         if not self.has_room:
             number, pending = next(reversed(self.launched.items()))
-            with self._naming(self._set.buckets[number], number) as on_slow, _errors_come_later():
+            with self._naming(self._bucket_set.buckets[number], number) as on_slow, _errors_come_later():
                 pending.wait(on_slow)
 
     def finished(self) -> Iterator[Bucket]:
@@ -108,7 +108,7 @@ class InFlight:
         A hook's mistake is kept in ``mistake``, because the other ranks have to be told first.
         """
         for number, pending in self.launched.items():
-            bucket = self._set.buckets[number]
+            bucket = self._bucket_set.buckets[number]
             try:
                 with self._naming(bucket, number) as on_slow:
                     self._exchange.wait(bucket, number, pending, on_slow)
@@ -128,7 +128,7 @@ class InFlight:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
             self._exchange_report(report())
         self._recorder.all_reduced()
-        return self._layout.read(self._set.report)
+        return self._layout.read(self._bucket_set.report)
 
     def average(self, bucket: Bucket, number: int) -> None:
         """Launch one more bucket and wait for it; a hook's mistake is kept in ``mistake``."""
@@ -148,7 +148,7 @@ class InFlight:
             return
         if self.mistake is not None:
             self._group.peer_notes.note_reason(self._step, repr(self.mistake))
-        failed = torch.zeros(self._group.size, device=self._set.report.device)
+        failed = torch.zeros(self._group.size, device=self._bucket_set.report.device)
         failed[self._group.rank] = self.mistake is not None
         with self._naming_report() as on_slow:
             self._group.all_reduce(failed).wait(on_slow)
@@ -190,18 +190,18 @@ class InFlight:
         self._deadline = time.monotonic() + _GIVE_UP_SECONDS
         try:
             with contextlib.suppress(_UnheardError):
-                self.wait_for_rest()
+                self.wait_for_remaining()
         finally:
             self._deadline = math.inf
 
-    def wait_for_rest(self) -> None:
+    def wait_for_remaining(self) -> None:
         """Wait for what is left of a step that was lost: its storage is needed again."""
         if self.broken is not None:
             self._refuse_to_go_on()
         if self.outcome in RAISED:
             self._launch_rest()
         for number, pending in self.launched.items():
-            bucket = self._set.buckets[number]
+            bucket = self._bucket_set.buckets[number]
             # The other ranks were told of a hook's mistake when it was made.
             with contextlib.suppress(HookError), self._naming(bucket, number) as on_slow:
                 self._exchange.wait(bucket, number, pending, on_slow)
@@ -209,7 +209,7 @@ class InFlight:
             self._exchange_report(None)
 
     def _launch_rest(self) -> None:
-        for number, bucket in enumerate(self._set.buckets):
+        for number, bucket in enumerate(self._bucket_set.buckets):
             if number not in self.launched:
                 bucket.zero()
                 self.wait_for_room()
@@ -218,18 +218,18 @@ class InFlight:
     def _write_report(self, report: RankReport | None) -> None:
         if report is None or self.outcome is not StepOutcome.FINE:
             report = RankReport(outcome=self.outcome)
-        self._layout.write(self._set.report, self._group.rank, report)
+        self._layout.write(self._bucket_set.report, self._group.rank, report)
 
     def _exchange_report(self, report: RankReport | None) -> None:
         if self._report is None:
             self._write_report(report)
-            self._report = self._group.all_reduce(self._set.report)
+            self._report = self._group.all_reduce(self._bucket_set.report)
         with self._naming_report() as on_slow:
             self._report.wait(on_slow)
 
     def _naming_report(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        number = self._set.plan.report_bucket
-        return self._naming(self._set.buckets[number], number)
+        number = self._bucket_set.plan.report_bucket
+        return self._naming(self._bucket_set.buckets[number], number)
 
     @contextlib.contextmanager
     def _naming(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:

@@ -119,14 +119,15 @@ class LaunchOrder:
     """Has buckets launched strictly in plan order, so that every rank issues the same collectives.
 
     Args:
-        buckets: the number of buckets; the last one is launched only at the end of backward, because the
-            step report travels with it.
-        hold: launch none before the end of backward, as in the first step, which teaches what to expect.
+        buckets: the number of buckets; the last one is launched only at the end of backward, when this rank's
+            report is complete.
+        launch_late: launch none before the end of backward, as in the first step, which teaches what to
+            expect.
     """
 
-    def __init__(self, buckets: int, *, hold: bool) -> None:
+    def __init__(self, buckets: int, *, launch_late: bool) -> None:
         self._full = bytearray(buckets)
-        self._early = 0 if hold else buckets - 1
+        self._early = 0 if launch_late else buckets - 1
         self._next = 0
 
     def mark_full(self, bucket: int) -> None:
@@ -140,7 +141,7 @@ class LaunchOrder:
         self._next += 1
         return self._next - 1
 
-    def rest(self) -> Sequence[int]:
+    def pop_remaining(self) -> Sequence[int]:
         """Every bucket that is not launched yet, in plan order."""
         first, self._next = self._next, len(self._full)
         return range(first, self._next)

@@ -3,8 +3,9 @@
 A Reducer lives as long as its wrapper. It knows which bucket plan is in force, what has been accumulated, and
 whether a backward is running. Each synced backward is a Step of its own, see Note [One step].
 
-Note [Linearity]. What is averaged is ``.grad`` as it is: the average of what is equal on all ranks is itself,
-so a second backward, or one that follows accumulation, gives the sum of the averages.
+Note [Linearity]. What is averaged is the whole ``.grad``. What is equal on all ranks already is its own
+average, so averaging old plus new gives old plus the average of new: a second backward, or one that follows
+accumulation, comes out right.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from paceline.recording.writer import PlanDescription
 
 
 class Phase(enum.Enum):
-    """What a gradient that arrives is for."""
+    """What the reducer does with gradients: nothing has begun, only accumulate, or average."""
 
     IDLE = enum.auto()
     ACCUMULATING = enum.auto()
@@ -51,7 +52,7 @@ class StrictChecks(Protocol):
 
     Attributes:
         error: the last refusal in words.
-        skip_unused: whether a bucket that this rank did not use is not launched.
+        skip_unused: whether to skip buckets that this rank did not use.
         static: whether the graph was said never to change.
     """
 
@@ -60,10 +61,10 @@ class StrictChecks(Protocol):
     static: bool
 
     def begin(self) -> None:
-        """A new iteration begins."""
+        """Check the iteration that has ended, and start the next."""
 
     def mark(self, slot: int) -> None:
-        """A gradient arrived."""
+        """Check a gradient that has arrived."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,8 @@ class BucketOptions:
     """How buckets are made.
 
     Attributes:
-        as_views: whether a gradient may change in the next step although somebody holds it.
+        as_views: whether to reuse the storage even if somebody still holds a gradient in it
+            (``gradient_as_bucket_view``).
         dtype: the data type in which gradients travel; each in its parameter's own type if None.
     """
 
@@ -80,7 +82,7 @@ class BucketOptions:
 
 
 class Reducer:
-    """One wrapped module's gradients.
+    """Averages one module's gradients, step by step.
 
     Args:
         parameters: every parameter that may get a gradient, now or once it is unfrozen.
@@ -180,7 +182,7 @@ class Reducer:
 
     @property
     def uses_rebuilt_plan(self) -> bool:
-        """Whether the plan in force is the one that the first backward taught."""
+        """Whether the plan in force was learned from the first backward."""
         plan = self.context.bucket_set.plan
         return self.planner.stage is PlanStage.LEARNED and plan is self.planner.plan
 
@@ -201,7 +203,7 @@ class Reducer:
                 self._get_ready()
 
     def begin(self, *, synced: bool) -> None:
-        """A backward has begun, or was found to be running.
+        """Start a step or an accumulating pass in the running backward, unless one has started.
 
         Args:
             synced: whether its forward was not under ``no_sync``.
@@ -251,7 +253,7 @@ class Reducer:
             if not self.is_syncing:
                 if self._phase is Phase.ACCUMULATING:
                     self._on_grads()
-                    self._rest()
+                    self._become_idle()
                 return
             accumulated = self.accumulation.slots
             try:
@@ -267,7 +269,7 @@ class Reducer:
                 self.drop()
                 raise
             finally:
-                self._rest()
+                self._become_idle()
 
     def follow_up(self) -> None:
         """Do what follows a step that has ended well: what raises here concerns this rank alone."""
@@ -303,14 +305,14 @@ class Reducer:
         self.ranks = context.group.size
         self.turns.expect_no_more(self)
         self.step_number += 1
-        self._rest()
+        self._become_idle()
 
     def note_lost_backward(self) -> None:
         """An exception was raised in backward."""
         refused = None if self.strict is None else self.strict.error
         self.last_error = refused or f"an exception in backward of step {self.step_number}"
         if self._phase is Phase.ACCUMULATING:
-            self._rest()
+            self._become_idle()
 
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
@@ -362,7 +364,7 @@ class Reducer:
             number=self.step_number,
             ranks=self.ranks,
             accumulated=self.accumulation.slots,
-            hold=self.planner.stage is PlanStage.GUESS or copy_late or self.turns.is_shared(self),
+            launch_late=self.planner.stage is PlanStage.GUESS or copy_late or self.turns.is_shared(self),
             copy_late=copy_late,
         )
         self._step.begin()
@@ -400,7 +402,7 @@ class Reducer:
         self.ranks = context.group.size
         self.step_number += 1
 
-    def _rest(self) -> None:
+    def _become_idle(self) -> None:
         self._phase = Phase.IDLE
         self._sync_next = False
         self.distributed_autograd.clear()
@@ -417,7 +419,7 @@ class Reducer:
     def _wait_for_lost_step(self) -> None:
         """Wait for what a lost step has in flight: it reads and writes the buckets' storage."""
         if self._step is not None and self._step.is_lost:
-            self._step.in_flight.wait_for_rest()
+            self._step.in_flight.wait_for_remaining()
             self._step = None
 
     def _adopt_plan(self, group: Group, exchange: Exchange) -> None:

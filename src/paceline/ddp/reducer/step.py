@@ -1,10 +1,15 @@
 """One synced step: from the first gradient to everyone's averages.
 
-Note [One step]. Every synced backward issues the same collectives on every rank: one per bucket of the plan,
-in plan order, the last with the step report. What a rank does not have counts as zeros, so no rank needs to
-know beforehand what another uses. What arrives after its bucket was launched is told in the report, and those
-buckets are reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros and
-reports it, so that the others raise too, and the next step finds all ranks at the same point.
+Note [One step]. Every synced backward issues the same collectives on every rank. With plain averaging that
+is one per bucket of the plan, in plan order, the last with the step report; with a hook, the hook's own, then
+one for the report. What arrives after its bucket was launched is told in the report, and those buckets are
+reduced once more, on every rank alike. A rank that raises sends the rest of its step as zeros and reports it,
+so that the others raise too, and the next step finds all ranks at the same point.
+
+Note [Unused parameters]. A parameter without a gradient counts as zeros in its bucket, which remembers the
+old ``.grad`` (``fill``). The step report counts the ranks that used each parameter. When the counts are
+known, a parameter that this rank did not use gets the average if another rank used it, and otherwise its old
+``.grad`` back (``set_unused_grads``).
 """
 
 from collections.abc import Sequence
@@ -46,7 +51,7 @@ class StepContext:
         weights: what contributions count.
         buffers: the module's buffers; the report says whether they have changed.
         recorder: records what happens when.
-        skip_unused: whether a bucket that this rank did not use is not launched, as torch does when asked.
+        skip_unused: whether to skip buckets that this rank did not use, as torch does when asked.
     """
 
     parameters: ReducedParameters
@@ -70,7 +75,7 @@ class Step:
         number: its number, for errors.
         ranks: the number of ranks that the sum is divided by.
         accumulated: a 1 for each slot that has a gradient from accumulation.
-        hold: launch no bucket before the end of backward.
+        launch_late: launch no bucket before the end of backward.
         copy_late: copy no gradient before then either, because others look at ``.grad`` until the end.
 
     Attributes:
@@ -87,7 +92,7 @@ class Step:
         number: int,
         ranks: int,
         accumulated: bytearray,
-        hold: bool,
+        launch_late: bool,
         copy_late: bool,
     ) -> None:
         self._context = context
@@ -97,7 +102,7 @@ class Step:
         self._to_copy: list[int] = []
         self._is_weighted = context.weights.now is not None
         self._factor = 1.0 if self._is_weighted else context.exchange.factor(ranks)
-        self._order = LaunchOrder(len(context.bucket_set.buckets), hold=hold)
+        self._order = LaunchOrder(len(context.bucket_set.buckets), launch_late=launch_late)
         self.in_flight = InFlight(
             context.bucket_set, context.layout, context.exchange, context.group, number, context.recorder
         )
@@ -138,7 +143,7 @@ class Step:
         """Backward has ended: launch the rest, make the averages ``.grad``; returns the ranks' reports."""
         context = self._context
         context.recorder.backward_ended()
-        for number in self._order.rest():
+        for number in self._order.pop_remaining():
             if not self._skips(number):
                 self.in_flight.wait_for_room()
                 self._launch(number)

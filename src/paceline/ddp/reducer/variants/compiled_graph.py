@@ -13,14 +13,14 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.ddp.exchange.average import Average, LowPrecisionAverage
-from paceline.ddp.exchange.comm_hook import CommHook
+from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.errors import UnsupportedError
 from paceline.torch_private import traced_all_reduce
 
 
 class ReductionSettings(Protocol):
-    """What is known here of a reducer.
+    """A reducer, as far as it is needed here; reducer.py imports this file.
 
     Attributes:
         syncs: whether a backward is synced.
@@ -51,7 +51,7 @@ def traced_reduction(reducer: ReductionSettings) -> Callable[[Tensor], None]:
             return
         if here.is_weighted:
             raise UnsupportedError("contributions cannot be weighed in a compiled backward")
-        if isinstance(here.exchange, CommHook) and not here.exchange.is_built_in:
+        if isinstance(here.exchange, FutureHookExchange) and not here.exchange.is_built_in:
             here.exchange.call((grad, parameter))
         elif not isinstance(here.exchange, Average | LowPrecisionAverage):
             raise UnsupportedError(

@@ -27,7 +27,7 @@ from paceline.ddp.state.parameters import ReducedParameters
 
 
 class AveragesGradients(Protocol):
-    """What is known here of a reducer."""
+    """A reducer, as far as it is needed here; reducer.py imports this file."""
 
     syncs: bool
 
