@@ -37,7 +37,7 @@ _c10d: Any = distributed_c10d
 _distributed: Any = distributed
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
-# The autograd engine
+# --- The autograd engine ---
 
 # The number of the backward that this thread runs, -1 if none. Without it wrappers cannot know which of them
 # run in one backward, and a forward that a checkpoint repeats inside backward looks like a new one.
@@ -78,7 +78,7 @@ def function_of(node: Node) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
-# Tensors and storages
+# --- Tensors and storages ---
 
 # How often a tensor was written to. Without it every gradient that is copied into a bucket has its storage
 # looked at, and writes by replicas to their chunks go unnoticed by autograd.
@@ -109,14 +109,15 @@ def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStor
     return TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
-# Operations on lists of tensors. Without them: one call per tensor, which costs more than the copying.
+# --- Operations on lists of tensors ---
 
+# Without them: one call per tensor, which costs more than the copying if tensors are small.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 
-# Structures of inputs and outputs
+# --- Structures of inputs and outputs ---
 
 # The types that ``register_pytree_node`` was given. Without them such a type is a leaf: tensors in it are
 # neither scattered nor gathered. torch has no public way to open one level.
@@ -131,7 +132,7 @@ SequenceKey = _pytree.SequenceKey
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
-# Modules and their parameters
+# --- Modules and their parameters ---
 
 # The dicts in which a module keeps its own parameters, buffers and children. Names and values can be had
 # otherwise, but not the place to put others in.
@@ -170,7 +171,7 @@ def renew_grad_hooks(parameter: Parameter) -> None:
 
 
 def in_backward_optimizers(parameter: Parameter) -> Sequence[Any]:
-    """The optimizers that ``_apply_optimizer_in_backward`` gave to a parameter; none in other versions."""
+    """The optimizers that ``_apply_optimizer_in_backward`` gave to a parameter; without it: none."""
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
@@ -185,7 +186,7 @@ def remove_in_backward_hooks(parameters: Iterable[Parameter]) -> None:
                 handle.remove()
 
 
-# torch.compile
+# --- torch.compile ---
 
 # The module of the compiler, which ``init_process_group`` imports; test ranks have it imported in advance.
 COMPILER = "torch._dynamo"
@@ -227,7 +228,7 @@ def fuse_reductions(cap_bytes: int) -> None:
     config._fuse_ddp_bucket_size = cap_bytes / 2**20  # type: ignore[assignment]  # a cap may be a fraction
 
 
-# Process groups
+# --- Process groups ---
 
 # The group that init_process_group made; raises torch's error if there is none. ``distributed.group.WORLD``
 # is the same, but None if there is none.
@@ -300,7 +301,7 @@ def as_overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwar
     return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
 
 
-# DTensor
+# --- DTensor ---
 
 # A DTensor's local tensor, as it is: ``to_local`` is part of autograd's graph, and may be a view.
 local_tensor_of: Callable[[Any], Any] = attrgetter("_local_tensor")
@@ -308,7 +309,7 @@ local_tensor_of: Callable[[Any], Any] = attrgetter("_local_tensor")
 # A DTensor's mesh, placements, shape and strides, which its constructor takes. ``from_local`` would do more.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
-# RPC, which some builds of torch do not have.
+# --- RPC, which some builds of torch do not have ---
 
 # Whether this process takes part in RPC. Without it: ask for a context, torch raises if there is none.
 is_rpc_open: Callable[[], bool] = (
@@ -324,7 +325,7 @@ def autograd_context_id() -> int:
     return int(_distributed.autograd._current_context()._context_id())
 
 
-# The elastic agent
+# --- The elastic agent ---
 
 
 def parse_rendezvous_config(text: str) -> dict[str, str]:
@@ -341,9 +342,10 @@ def is_this_host(address: str) -> bool:
     return bool(utils._matches_machine_hostname(address))
 
 
-# A device that is implemented in Python, for tests. Without these there is no toy device. It also needs the
-# order of the methods of a C++ class: see testing/toy/device_guard.py.
+# --- Devices that are implemented in Python ---
 
+# Without these there is no toy device for tests. It also needs the order of the methods of a C++ class: see
+# testing/toy/device_guard.py.
 register_device: Callable[[str, Any], None] = _backend_registration._setup_privateuseone_for_python_backend
 DeviceModule = backend_registration._DummyBackendModule
 # The number of the type that torch keeps for devices from outside.
@@ -351,6 +353,9 @@ OUTSIDE_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # The operation behind ``Tensor.to``.
 TO_COPY: Any = torch.ops.aten._to_copy.default
+
+
+# --- Attributes that other files use by name ---
 
 
 class PrivateAttribute(NamedTuple):
