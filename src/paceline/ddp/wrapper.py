@@ -20,7 +20,7 @@ from paceline.comm.verify import check_same
 from paceline.ddp.build import build_reducer, make_precision, reduce_in_graph
 from paceline.ddp.compat import torch_wrapper
 from paceline.ddp.compat.logging_data import LoggingData, log_environment
-from paceline.ddp.compat.torch_names import TORCH_NAMES, TorchNames
+from paceline.ddp.compat.torch_names import TorchNames, add_torch_names
 from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
 from paceline.ddp.join.uneven_inputs import UnevenInputs
@@ -405,12 +405,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            if name not in TORCH_NAMES and not self._shares(name):
+            if not self._shares(name):
                 raise
-        # Outside the try: an error inside a property is shown as it is.
-        if name in TORCH_NAMES:
-            return getattr(TorchNames(self), name)
-        # Past the module's own search, for the same reason.
+        # Outside the try, and past the module's own search: an error inside a property is shown as it is.
         static = getattr(type(self.module), name, None)
         if isinstance(static, property) and static.fget is not None:
             return static.fget(self.module)
@@ -445,6 +442,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 torch_wrapper.pass_as_torchs(DistributedDataParallel)
+add_torch_names(DistributedDataParallel)
 
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (

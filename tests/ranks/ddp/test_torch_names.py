@@ -187,3 +187,25 @@ def test_every_name_has_an_answer(pool: RankPool) -> None:
 def test_every_name_of_torchs_class_is_known() -> None:
     own = {name for kind in (DistributedDataParallel, nn.Module) for name in vars(kind)}
     assert {name for name in vars(WRAPPERS["torch"]) if not name.startswith("__")} <= own | TORCH_NAMES
+
+
+class Extended(DistributedDataParallel):
+    """Extends names of torch's wrapper by ``super()``, as a subclass of torch's can."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {**super()._get_ddp_logging_data(), "mine": 1}
+
+    def scatter(self, *args: Any) -> Any:
+        return super().scatter(*args)
+
+
+def extended(_rank: int) -> tuple[int, Any]:
+    wrapper = Extended(nn.Linear(2, 2))
+    data = DistributedDataParallel._get_ddp_logging_data(wrapper)
+    assert "mine" not in data
+    return wrapper._get_ddp_logging_data()["mine"], wrapper.scatter((1,), {}, ["cpu"])
+
+
+def test_a_subclass_can_extend_names_of_torchs(pair: RankPool) -> None:
+    assert pair.run(extended) == [(1, (((1,),), ({},)))] * 2
+    assert hasattr(DistributedDataParallel, "_set_static_graph")

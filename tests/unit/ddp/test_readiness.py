@@ -92,8 +92,8 @@ def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:
     assert order.pop() is None
     order.mark_full(0)
     assert [order.pop(), order.pop(), order.pop()] == [0, 1, None]
-    assert list(order.rest()) == [2, 3]
-    assert list(order.rest()) == []
+    assert list(order.pop_remaining()) == [2, 3]
+    assert list(order.pop_remaining()) == []
 
 
 def test_none_is_launched_early_while_the_first_step_teaches() -> None:
@@ -101,4 +101,4 @@ def test_none_is_launched_early_while_the_first_step_teaches() -> None:
     for number in (0, 1, 2):
         order.mark_full(number)
         assert order.pop() is None
-    assert list(order.rest()) == [0, 1, 2]
+    assert list(order.pop_remaining()) == [0, 1, 2]

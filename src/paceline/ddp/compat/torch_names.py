@@ -297,6 +297,30 @@ TORCH_NAMES = frozenset(
 )
 
 
+class TorchName:
+    """One of these names as an attribute of the wrapper's class, so that subclasses can extend it.
+
+    Args:
+        name: the name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(TorchNames(wrapper), self._name)
+
+    def __call__(self, wrapper: WrapperParts, *args: Any, **kwargs: Any) -> Any:
+        """Call it as a method of the class, with the wrapper as first argument."""
+        return getattr(TorchNames(wrapper), self._name)(*args, **kwargs)
+
+
+def add_torch_names(wrapper: type) -> None:
+    """Give the wrapper's class every name that TorchNames answers for, and that it has not itself."""
+    for name in TORCH_NAMES - vars(wrapper).keys():
+        setattr(wrapper, name, TorchName(name))
+
+
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
         f"{name} is an inner step of torch's wrapper; docs/mapping.md says where paceline does its job"
