@@ -33,18 +33,18 @@ from paceline.hooks import average
 from paceline.options import CapOptions, WrapperOptions
 from paceline.testing import ScriptedGroup
 
-# Slots: 0 is the weight of the first layer, 1 its bias, 2 and 3 those of the last.
+# Slots: 0 is the weight of the last layer, 1 its bias, 2 and 3 those of the first.
 ALL = (0, 1, 2, 3)
 TINY_MB = 1e-6
 
 
 class Net(nn.Module):
-    """Two layers, of which the first can be left out."""
+    """Two layers, of which the first can be left out; gradients do not come in the order of the guess."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(3, 3)
         self.last = nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
 
     def forward(self, x: Tensor, *, skip: bool = False) -> Tensor:
         return self.last(x if skip else self.first(x).tanh())
@@ -164,7 +164,7 @@ def test_the_plan_follows_the_first_backward() -> None:
     assert this.reducer.planner.learns_order
     this.step(rows(), OtherRank(random_grads(this.parameters)))
     assert len(this.group.calls) == 1
-    assert this.reducer.planner.order == arrived
+    assert this.reducer.planner.order == arrived == [1, 0, 3, 2]
     assert not this.reducer.uses_rebuilt_plan
     this.step(rows(), OtherRank(random_grads(this.parameters)))
     assert this.reducer.uses_rebuilt_plan
@@ -199,7 +199,7 @@ def test_an_unused_parameter_gets_what_other_ranks_have() -> None:
         x, other = rows(), random_grads(this.parameters, *used) if used else {}
         this.step(x, OtherRank(other), skip=True)
         own = this.alone(x, skip=True)
-        assert sorted(own) == [2, 3]
+        assert sorted(own) == [0, 1]
         this.assert_mean(own, other)
 
 
@@ -272,7 +272,7 @@ def test_an_empty_step_sends_zeros_and_takes_the_average() -> None:
         this.reducer.run_empty_step()
         sent = this.group.calls[calls:]
         assert sent_report(this.reducer.context, sent[-1]).without_inputs == [0]
-        assert not any(call.given[: this.parameters[3].numel()].any() for call in sent)
+        assert not any(call.given[: this.parameters[1].numel()].any() for call in sent)
         assert_grads(this.parameters, {slot: grad / 2 for slot, grad in other.items()})
         assert this.reducer.ranks == 2
     assert_works(this)
@@ -341,15 +341,15 @@ def test_another_exchange_may_be_used_from_any_step_on(name: str, when: int) -> 
 
 def test_an_unfrozen_parameter_is_averaged_at_once_and_planned_afterwards() -> None:
     this = Rank(frozen="first")
-    this.step(rows(), OtherRank(random_grads(this.parameters, 2, 3)))
-    assert this.reducer.planner.outside() == [0, 1]
+    this.step(rows(), OtherRank(random_grads(this.parameters, 0, 1)))
+    assert this.reducer.planner.outside() == [2, 3]
     this.net.requires_grad_(True)
     x, other = rows(), random_grads(this.parameters)
-    flat = torch.cat([other[0].flatten(), other[1]])
+    flat = torch.cat([other[2].flatten(), other[3]])
     this.step(x, OtherRank(other, again=[flat], report=RankReport(unfrozen=True)))
     this.assert_mean(this.alone(x), other)
     assert this.reducer.planner.outside() == []
-    assert this.reducer.planner.order[2:] == [0, 1]
+    assert this.reducer.planner.order[2:] == [2, 3]
     x, other = rows(), random_grads(this.parameters)
     calls = len(this.group.calls)
     this.step(x, OtherRank(other))
