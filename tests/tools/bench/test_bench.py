@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -213,16 +212,12 @@ def test_what_cannot_be_measured_is_named(arguments: list[str], code: int, words
 
 
 @pytest.mark.usefixtures("here")
-def test_what_a_model_prints_stays_out_of_the_tables() -> None:
-    program = [sys.executable, "-c", "from paceline.tools.main import main; main()"]
-    done = subprocess.run(
-        [*program, "bench", "--quick", "--model", "own_models:talks"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "being made" in done.stderr
-    assert "being made" not in done.stdout
+def test_what_a_model_prints_stays_out_of_the_tables(capfd: pytest.CaptureFixture[str]) -> None:
+    result = bench("--model", "own_models:talks")
+    assert result.exit_code == 0, result.output
+    printed = capfd.readouterr()
+    assert "being made" in printed.err
+    assert "being made" not in printed.out + result.stdout
 
 
 @pytest.mark.usefixtures("here")
