@@ -49,13 +49,14 @@ def pages() -> list[Path]:
 
 
 def rendered(text: str, figures: Mapping[str, Entry]) -> str:
-    """A page's text with its tables as they should be; a table without figures stays as it is."""
+    """A page's text with its tables as they should be; a table without figures, or without a row, stays."""
 
     def replace(block: re.Match[str]) -> str:
         benchmark, render = TABLES[block["name"]]
-        if benchmark not in figures:
+        lines = [*render(figures[benchmark])] if benchmark in figures else []
+        if sum(line.startswith("| ") for line in lines) < 2:  # a header alone
             return block[0]
-        return "\n".join([block["begin"], *render(figures[benchmark]), block["end"]])
+        return "\n".join([block["begin"], *lines, block["end"]])
 
     return BLOCK.sub(replace, text)
 
@@ -82,10 +83,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
 def with_source(lines: Lines, entry: Entry) -> Lines:
     """A table, and below it how it was measured."""
     yield from lines
-    program = " ".join(entry["command"].split()[:2])
     versions = f"Python {entry['python']}, torch {entry['torch']}"
     yield ""
-    yield f"`{program}` on {entry['machine']}; {versions}; medians (quartiles)."
+    yield f"`{entry['command']}` on {entry['machine']}; {versions}; medians (quartiles)."
 
 
 def spread(result: Entry, side: str) -> str:
