@@ -7,8 +7,8 @@ the whole rank.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,7 @@ def install(rank: int) -> None:
     # CUDA's autocast and scaler switch themselves off on a machine without CUDA.
     distributed_test.autocast = functools.partial(torch.amp.autocast, "cpu")
     distributed_test.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
+    distributed_test._rank_temp_file = _kept_until_all_have_read(distributed_test._rank_temp_file)
     _replace_methods()
     _replace_device_mesh()
 
@@ -44,6 +45,20 @@ def on_cpu(device: object) -> object:
     is_cuda = isinstance(device, str | torch.device) and str(device).startswith("cuda")
     is_index = isinstance(device, int) and not isinstance(device, bool)
     return torch.device("cpu") if is_cuda or is_index else device
+
+
+def _kept_until_all_have_read(
+    rank_temp_file: Callable[[], AbstractContextManager[str]],
+) -> Callable[[], AbstractContextManager[str]]:
+    """torch's temporary file, which rank 0 removes as soon as it is done itself, whoever still reads it."""
+
+    @contextmanager
+    def until_all_have_read() -> Iterator[str]:
+        with rank_temp_file() as name:
+            yield name
+            torch.distributed.barrier()
+
+    return until_all_have_read
 
 
 def _torch_with_two_devices(rank: int) -> ModuleType:

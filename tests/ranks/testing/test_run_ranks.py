@@ -368,11 +368,19 @@ def test_an_unknown_backend_is_the_ranks_error() -> None:
 
 
 def test_an_interrupted_caller_ends_its_ranks() -> None:
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        # Again if it was lost: Python only prints an exception that is raised inside a finalizer.
+        while not is_over.wait(2.0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(hang_on_one)
-    interrupt.join()
+    is_over.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("world", [0, -1])
