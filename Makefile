@@ -6,9 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO   := build/demo
-ACCEPTANCE := tests/docs tests/libraries
+ACCEPTANCE := tests/docs tests/install tests/launchers tests/libraries
 
-.PHONY: demo test acceptance docs conformance torture check bench figures format clean
+.PHONY: demo test acceptance docs conformance torture launchers versions check bench figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
@@ -18,8 +18,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE:%=--ignore=%)
 
-# What users meet: the commands of the pages, the examples, and the libraries that they use. It starts some forty programs
-# that import torch, and so takes minutes to show what seldom breaks.
+# What users meet: the commands of the pages, the examples, and the libraries and launchers that they use. It starts some
+# hundred programs that import torch, and so takes minutes to show what seldom breaks.
 acceptance: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE)
 
@@ -35,6 +35,15 @@ conformance: $(READY)
 # What torch's wrapper and ours make of awkward models: docs/figures.json, and the tables of the pages.
 torture: $(READY)
 	$(BIN)/python tests/support/torture_table.py --write
+
+# paceline with other versions of torch and Python: docs/versions.json and docs/versions.md. Each torch is a download of
+# gigabytes. VERSIONS="2.10 2.15.0" and PYTHONS="python3.12 /a/path" try only these.
+versions: $(READY)
+	$(BIN)/python tests/versions/try_versions.py $(if $(VERSIONS),--versions $(VERSIONS)) $(if $(PYTHONS),--pythons $(PYTHONS))
+
+# Two ranks under every launcher that can be had here: docs/figures.json, and the table of docs/launchers.md.
+launchers: $(READY)
+	$(BIN)/python tests/support/launcher_table.py --write
 
 check:
 	./check
@@ -60,7 +69,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer (found: %s)" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 clean:

@@ -32,7 +32,7 @@ import ctypes
 import gc
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from targets import Row, add_output_options, report, save_figures
 
 from paceline.testing import run_ranks
 from paceline.tools.bench.measure import Size, ratio, size, timing
-from paceline.tools.bench.models import MODELS, TINY_PARAMETERS, Training
+from paceline.tools.bench.models import MODELS, TINY_PARAMETERS, BenchModel, Training
 from paceline.tools.bench.step_times import (
     ALONE,
     BARRIER_ONLY,
@@ -75,22 +75,27 @@ def time_model(name: str, sides: Sequence[Side], repeats: Repeats) -> StepTimes:
     return result.times
 
 
-def peak_memory(name: str, sides: Sequence[Side], runs: int) -> dict[Side, Size]:
+def peak_memory(model: BenchModel, sides: Sequence[Side], runs: int) -> dict[Side, Size]:
     """Each side's peak, in several runs: it depends on what happens to overlap."""
-    peaks = [[peak(name, side) for side in sides] for _ in range(runs)]
+    peaks = [[max(held_memory(model, side)) for side in sides] for _ in range(runs)]
     return {side: size(values) for side, values in zip(sides, zip(*peaks, strict=True), strict=True)}
 
 
-def peak(name: str, side: Side) -> int:
-    """The most that the ranks held together at a point, minus what they held before."""
-    ranks = run_ranks(held_on_rank, WORLD, args=(name, side), timeout=TIMEOUT_SECONDS)
-    points: list[int] = [sum(point) for point in zip(*ranks, strict=True)]
-    return max(points) - points[0]
+def held_memory(
+    model: BenchModel, side: Side, on_rank: Callable[[int, BenchModel, Side], list[int]] | None = None
+) -> list[int]:
+    """What the ranks hold together at each point of the steps, minus what they held before.
+
+    ``on_rank`` is what a rank calls to find out; ``held_on_rank`` by default.
+    """
+    ranks = run_ranks(on_rank or held_on_rank, WORLD, args=(model, side), timeout=TIMEOUT_SECONDS)
+    before, *points = [sum(point) for point in zip(*ranks, strict=True)]
+    return [held - before for held in points]
 
 
-def held_on_rank(rank: int, name: str, side: Side) -> list[int]:
+def held_on_rank(rank: int, model: BenchModel, side: Side) -> list[int]:
     """What this rank holds before its module is wrapped, and at each point of the steps after that."""
-    training = MODELS[name].make(rank)
+    training = model.make(rank)
     module = training.module
     load_code(training)
     held: list[int] = []
@@ -200,7 +205,7 @@ def parameter_row(measured: Mapping[str, StepTimes], counts: Mapping[str, int], 
 
 
 def memory_rows(name: str, sides: Sequence[Side], runs: int) -> list[Row]:
-    peaks = peak_memory(name, [ALONE, *sides], runs)
+    peaks = peak_memory(MODELS[name], [ALONE, *sides], runs)
     what, shown = f"peak memory of {MODELS[name].what}", {str(side): held for side, held in peaks.items()}
     rows = []
     for side, base in comparisons(sides):

@@ -232,6 +232,17 @@ def memory(entry: Entry) -> Lines:
     return with_source(table(header, rows), entry)
 
 
+def lazy_buckets(entry: Entry) -> Lines:
+    """The peak of both ranks' memory with buckets that are kept, and with lazy ones."""
+    names = ("torch", "torch-views", "paceline")
+    header = ("memory of", *(title for name in names for title in (name.replace("-", " with "), "lazy")))
+    rows = (
+        (result["what"], *(spread(result, side) for name in names for side in (name, f"{name}-lazy")))
+        for result in entry["results"]
+    )
+    return with_source(table(header, rows), entry)
+
+
 def hooks(entry: Entry) -> Lines:
     """What each communication hook sends, and its step at each rate of the link."""
     results = {(each["case"]["hook"], each["case"]["rate"]): each for each in entry["results"]}
@@ -277,6 +288,23 @@ def torture_summary(entry: Entry) -> Lines:
     return table(("", *verdicts), ((side, *(str(count[each]) for each in verdicts)) for side, count in rows))
 
 
+def launchers(entry: Entry) -> Lines:
+    """How two ranks start and end under each launcher."""
+    rows = entry["launchers"]
+    names = list(dict.fromkeys(name for row in rows.values() if isinstance(row, dict) for name in row))
+    header = ("launcher", *names)
+    yes = {True: "yes", False: "**no**"}
+    return table(
+        header,
+        (
+            (launcher, *(yes[row[name]] for name in names))
+            if isinstance(row, dict)
+            else (launcher, f"not run: {row}", *("" for _ in names[1:]))
+            for launcher, row in rows.items()
+        ),
+    )
+
+
 # By the name of the table: the benchmark whose figures it has, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "collectives": ("collectives", collectives),
@@ -286,6 +314,8 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "hooks": ("hooks", hooks),
     "hooks-accuracy": ("hooks", hooks_accuracy),
     "hosts": ("hosts", every_result),
+    "launchers": ("launchers", launchers),
+    "lazy-buckets": ("lazy_buckets", lazy_buckets),
     "memory": ("ddp", memory),
     "ranks": ("ranks", every_result),
     "torture": ("torture", torture),

@@ -1,9 +1,13 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from paceline.testing import RankPool
+
+# A shell that starts the tests in the background has them ignore interrupts, and some tests send one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pid(_: int) -> int:

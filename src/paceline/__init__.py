@@ -1,7 +1,10 @@
 """Data-parallel training for PyTorch with the names, arguments and results of torch.nn.parallel."""
 
+from importlib import metadata as _metadata
+
 from paceline import hooks
 from paceline.comm.backend import process_group as _backend
+from paceline.comm.init import LaunchedRank, init
 from paceline.data.gather import gather_in_order
 from paceline.data.sampler import ShardedSampler
 from paceline.data_parallel.parallel_apply import parallel_apply
@@ -15,11 +18,14 @@ from paceline.errors import (
     CountError,
     DeviceError,
     DimensionError,
+    DisagreementError,
+    FellApartError,
     HookArgumentsError,
     HookError,
     HookSignatureError,
     HookTypeError,
     LaunchError,
+    MeetingError,
     MismatchError,
     MissingKeyError,
     NothingError,
@@ -35,14 +41,20 @@ from paceline.errors import (
     StructureError,
     UnsupportedError,
     WeightsError,
+    WorldError,
     WrapError,
 )
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.launch import launch
+from paceline.torch_private import warn_if_newer as _warn_if_newer
 
-__version__ = "0.1.0.dev0"
+try:
+    __version__ = _metadata.version("paceline")
+except _metadata.PackageNotFoundError:  # run from its source, and installed nowhere
+    __version__ = "0.0.0.dev0"
 
 _backend.register()
+_warn_if_newer()
 
 __all__ = [
     "BrokenHookError",
@@ -50,12 +62,16 @@ __all__ = [
     "DataParallel",
     "DeviceError",
     "DimensionError",
+    "DisagreementError",
     "DistributedDataParallel",
+    "FellApartError",
     "HookArgumentsError",
     "HookError",
     "HookSignatureError",
     "HookTypeError",
     "LaunchError",
+    "LaunchedRank",
+    "MeetingError",
     "MismatchError",
     "MissingKeyError",
     "MixedPrecision",
@@ -74,11 +90,13 @@ __all__ = [
     "StructureError",
     "UnsupportedError",
     "WeightsError",
+    "WorldError",
     "WrapError",
     "data_parallel",
     "gather",
     "gather_in_order",
     "hooks",
+    "init",
     "launch",
     "parallel_apply",
     "replicate",

@@ -26,7 +26,7 @@ The tree, with the built-in types beside::
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
     ├── CollectiveError (RuntimeError)       a collective in shared memory that could not be finished
     │   ├── LostRankError                    because ranks have ended; names them
-    │   ├── LateRankError                    because ranks did not come in time; names them
+    │   ├── LateRankError                    because ranks did not come in time
     │   ├── UnmatchedError                   because ranks called different ones
     │   └── ClosedGroupError                 because the group was destroyed, or is another process's
     ├── RecordingError (ValueError)          recorded steps that cannot be read
@@ -35,6 +35,10 @@ The tree, with the built-in types beside::
     ├── ShardError (RuntimeError)            optimizer state that is on other ranks
     ├── BenchError (RuntimeError)            what cannot be measured here
     ├── LaunchError (RuntimeError)           a launched function failed on a rank; has its traceback
+    ├── WorldError (ValueError)              variables of launchers that describe no world, or several
+    │   ├── DisagreementError                those of two launchers that disagree
+    │   └── FellApartError                   a world that is smaller than what was started
+    ├── MeetingError (RuntimeError)          ranks that could not meet, or are not of one world
     ├── RanksError (ExceptionGroup)          what went wrong on the ranks of one test call
     ├── RankDiedError (RuntimeError)         in a RanksError: a rank's process ended before its call did
     └── RemoteError (RuntimeError)           in a RanksError: for what could not be carried over from a rank
@@ -141,7 +145,7 @@ class StrictError(StepError):
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """A collective in shared memory that could not be finished."""
+    """A collective that could not be finished."""
 
 
 class LostRankError(CollectiveError):
@@ -149,7 +153,7 @@ class LostRankError(CollectiveError):
 
 
 class LateRankError(CollectiveError):
-    """Ranks of this host did not come within the group's timeout; the message names them."""
+    """Ranks did not come within the group's timeout; the message names them if it can."""
 
 
 class UnmatchedError(CollectiveError):
@@ -182,6 +186,30 @@ class BenchError(PacelineError, RuntimeError):
 
 class LaunchError(PacelineError, RuntimeError):
     """A launched function failed; the message names the rank that failed first, with its traceback."""
+
+
+class WorldError(PacelineError, ValueError):
+    """Launchers' variables that describe no world, or several; the message names them."""
+
+
+class DisagreementError(WorldError):
+    """The variables of two launchers disagree; the message names both."""
+
+
+class FellApartError(WorldError):
+    """A world that has fewer ranks or nodes than a launcher started.
+
+    Attributes:
+        size: the number of ranks of the smaller world.
+    """
+
+    def __init__(self, message: str, *, size: int = 1) -> None:
+        super().__init__(message)
+        self.size = size
+
+
+class MeetingError(PacelineError, RuntimeError):
+    """Ranks that could not meet, or do not belong to one world; the message says where they were to meet."""
 
 
 class RanksError(PacelineError, ExceptionGroup[Exception]):

@@ -5,9 +5,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import OptionError
+from paceline.torch_private import HAS_FORWARD_SYNC_BUFFERS
 
 _MIB = 1024 * 1024
 DEFAULT_CAP_MB = 25
@@ -90,17 +91,18 @@ class WrapperOptions:
     mixed_precision: Any = None
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False
+    lazy_bucket_allocation: bool = False
     rebuild_plan: bool = True
     strict: bool = False
     share_attributes: bool = False
-    transport: str = "auto"
+    transport: Literal["auto", "c10d"] = "auto"
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "c10d"):
             raise OptionError(f'transport must be "auto" or "c10d" (transport: {self.transport!r})')
         if self.check_reduction:
             _warn_deprecated("`check_reduction` is deprecated and has no effect")
-        if self.broadcast_buffers is not None:
+        if self.broadcast_buffers is not None and HAS_FORWARD_SYNC_BUFFERS:
             ignored = self.forward_sync_buffers is not None
             _warn_deprecated(
                 "`broadcast_buffers` is deprecated in favour of `forward_sync_buffers`; its value is "
@@ -109,12 +111,16 @@ class WrapperOptions:
                 "`broadcast_buffers=False` does not"
             )
 
-    @property
-    def syncs_buffers_in_forward(self) -> bool:
-        """Whether each forward makes module buffers equal."""
+    def syncs_buffers_in_forward(self, *, ranks_change: bool) -> bool:
+        """Whether each forward makes module buffers equal.
+
+        Args:
+            ranks_change: whether the group may have other ranks in each step. Then rank 0 may be one that has
+                just come, and buffers are made equal only if the user asked for it.
+        """
         if self.forward_sync_buffers is not None:
             return self.forward_sync_buffers
-        return self.broadcast_buffers is not False
+        return not ranks_change if self.broadcast_buffers is None else self.broadcast_buffers
 
     @property
     def syncs_buffers_at_start(self) -> bool:
@@ -137,6 +143,7 @@ class WrapperOptions:
         return [
             ("the bucket caps", repr(self.caps.sizes)),
             ("rebuild_plan", repr(self.rebuild_plan)),
+            ("lazy_bucket_allocation", repr(self.lazy_bucket_allocation)),
             ("delayed parameters", repr(self.delayed)),
             ("mixed precision", repr(self.mixed_precision)),
             ("the transport", repr(self.transport)),

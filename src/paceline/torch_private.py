@@ -1,9 +1,10 @@
 """Every private name of torch that paceline uses: what for, and what holds in a version that lacks it.
 
-All were tried with torch 2.13, which pyproject.toml asks for. Another version may drop or change any of them,
-and then this is the file to change. A name that is looked up at the top of this file and is missing makes
-``import paceline`` raise. ``tests/project/test_torch_private.py`` checks that each name does what is said
-here, and that no other file has a private name of torch.
+``TRIED`` has the versions of torch that paceline was tried with. Another version may drop or change any of
+these names, and then this is the file to change. A missing name never makes ``import paceline`` raise:
+``_find`` has a fallback, and what ``_need`` returns raises an error that says what does not work.
+``tests/project/test_torch_private.py`` checks that each name does what is said here, what happens without it,
+and that no other file has a private name of torch.
 
 Functions of torch that each step calls are bound as they are, and attributes are read by ``attrgetter``:
 other files call them without a call of Python in between. Modules that take long to import are imported by
@@ -13,52 +14,134 @@ Some attributes cannot be read from here: those that a subclass of torch's class
 those where a function in between would cost too much. ``ATTRIBUTES``, at the end, lists them.
 """
 
+import contextlib
+import importlib
+import inspect
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
-from torch.distributed import _functional_collectives, distributed_c10d
-from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.storage import TypedStorage
-from torch.utils import _pytree, backend_registration
+
+from paceline.errors import UnsupportedError
 
 # torch's type hints leave out much of what these have.
-_autograd: Any = torch.autograd
-_backend_registration: Any = backend_registration
 _c10d: Any = distributed_c10d
 _distributed: Any = distributed
-_eval_frame: Any = torch._C._dynamo.eval_frame
+
+# The versions that docs/versions.md has results of, from the oldest to the newest.
+TRIED = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+
+
+def release(version: str) -> str:
+    """The release of a version: "2.13" of "2.13.0+cpu"; "0.0" of a text that is no version."""
+    found = re.match(r"\d+\.\d+", version)
+    return "0.0" if found is None else found[0]
+
+
+def warn_if_newer() -> None:
+    """Warn if the installed torch is newer than all that paceline was tried with."""
+    installed, newest = (tuple(map(int, each.split("."))) for each in (release(torch.__version__), TRIED[-1]))
+    if installed > newest:
+        warnings.warn(
+            f"paceline was not tried with a torch as new as this one (torch: {torch.__version__}, newest "
+            f"tried: {TRIED[-1]}); if it fails where it worked before, install 'torch=={TRIED[-1]}.*'",
+            stacklevel=3,
+        )
+
+
+def _resolve(path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(owner)
+    except ImportError:
+        return getattr(_resolve(owner), name)
+    return getattr(module, name)
+
+
+def _find(path: str, fallback: Any) -> Any:
+    """A private name of torch, or the fallback in a version that lacks it."""
+    try:
+        return _resolve(path)
+    except (AttributeError, ImportError):
+        return fallback
+
+
+def _need(path: str, lost: str) -> Any:
+    """A private name of torch; in a version that lacks it, a function that raises and says what is lost."""
+    return _find(path, _raise_without(path, lost))
+
+
+def _attribute(owner: Any, name: str, lost: str) -> Callable[[Any], Any]:
+    """Reads a private attribute of tensors or modules; as ``_need`` in a version that lacks it."""
+    return attrgetter(name) if hasattr(owner, name) else _raise_without(name, lost)
+
+
+def _raise_without(name: str, lost: str) -> Callable[..., NoReturn]:
+    def raise_unsupported(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"this version of torch has no {name}, without which {lost} (torch: {torch.__version__}, tried: "
+            f"{TRIED[0]} to {TRIED[-1]}); install one that was tried"
+        )
+
+    return raise_unsupported
+
+
+_NO_TOY = "there is no toy device for tests"
+
+# --- Public names that not every version has ---
+
+# Before 2.13 they have other names, which later versions call deprecated.
+all_gather_single: Callable[..., Any] = _find(
+    "torch.distributed.all_gather_single", distributed.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = _find(
+    "torch.distributed.reduce_scatter_single", distributed.reduce_scatter_tensor
+)
+
+# Whether torch's wrapper has ``forward_sync_buffers``: where it has not, ``broadcast_buffers`` is what users
+# write for both wrappers, and no warning tells them not to.
+HAS_FORWARD_SYNC_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 
 # --- The autograd engine ---
 
-# The number of the backward that this thread runs, -1 if none. Without it wrappers cannot know which of them
-# run in one backward, and a forward that a checkpoint repeats inside backward looks like a new one.
-current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# The number of the backward that this thread runs, -1 if none.
+current_graph_task_id: Callable[[], int] = _need(
+    "torch._C._current_graph_task_id", "wrappers cannot know which of them run in one backward"
+)
 
-# Whether the running backward retains its graph. Without it replicas' graphs would always be retained.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# Whether the running backward retains its graph. Without it replicas' graphs are always retained.
+keeps_graph: Callable[[], bool] = _find("torch._C._autograd._get_current_graph_task_keep_graph", lambda: True)
 
 # Whether the running backward will reach a node. Without it ``autograd.grad`` looks like a backward that adds
-# to ``.grad``, and the graphs of DataParallel's replicas would always be retained.
-will_execute_node: Callable[[Node], bool] = torch._C._will_engine_execute_node
+# to ``.grad``, and the graphs of DataParallel's replicas are always retained.
+will_execute_node: Callable[[Node], bool] = _find("torch._C._will_engine_execute_node", lambda _: True)
 
-# Calls a function at the end of the running backward. Nothing can replace it: no step would end.
-queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+# Calls a function at the end of the running backward.
+queue_callback: Callable[[Callable[[], None]], None] = _need(
+    "torch.autograd.Variable._execution_engine.queue_callback", "no wrapper can end a step"
+)
 
 # A context in which writing to tensors does not count as a change. Without it a broadcast of buffers between
-# forward and backward makes backward raise.
-preserve_version_counter: Any = _autograd._unsafe_preserve_version_counter
+# forward and backward makes backward raise torch's error about a tensor that was changed.
+preserve_version_counter: Any = _find(
+    "torch.autograd._unsafe_preserve_version_counter", lambda _: contextlib.nullcontext()
+)
 
-# Whether a profiler runs. Without it each collective of the backend would be recorded, at twice its cost.
-is_profiler_enabled: Callable[[], bool] = _autograd._profiler_enabled
+# Whether a profiler runs. Without it each collective of the backend is recorded, at twice its cost.
+is_profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled", lambda: True)
 
 # The name of the function by which re-entrant checkpointing asks whether backward was given inputs. Under
 # another name DataParallel would run such a graph in threads, where it raises.
@@ -67,7 +150,7 @@ CHECKPOINT_TEST = "_is_checkpoint_valid"
 
 def forward_ad_level() -> int:
     """The level of forward-mode differentiation, -1 if none. Without it DataParallel loses its tangents."""
-    return forward_ad._current_level
+    return int(_find("torch.autograd.forward_ad._current_level", -1))
 
 
 def function_of(node: Node) -> Any:
@@ -80,27 +163,32 @@ def function_of(node: Node) -> Any:
 
 # --- Tensors and storages ---
 
-# How often a tensor was written to. Without it every gradient that is copied into a bucket has its storage
-# looked at, and writes by replicas to their chunks go unnoticed by autograd.
-version_of: Callable[[Tensor], int] = attrgetter("_version")
+# How often a tensor was written to.
+version_of: Callable[[Tensor], int] = _attribute(
+    torch.Tensor, "_version", "it cannot be told whether somebody wrote to a gradient"
+)
 
 # The address of the C++ object behind a tensor or a storage.
-cdata_of: Callable[[Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
+cdata_of: Callable[[Tensor | torch.UntypedStorage], int] = _attribute(
+    torch.Tensor, "_cdata", "it cannot be told who uses a gradient's memory"
+)
 
 # The number of uses of a storage, given its ``cdata_of``. Without it a gradient whose slice or array somebody
-# keeps cannot be told from one that is free: each step would need new storage.
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+# keeps cannot be told from one that is free: each step takes new storage.
+storage_use_count: Callable[[int], int] = _find("torch._C._storage_Use_Count", lambda _: sys.maxsize)
 
-# Whether a tensor is a view. Without it gradients that ``weigh`` sets aside would always be copied.
-is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
+# Whether a tensor is a view. Without it gradients that ``weigh`` sets aside are always copied.
+is_view: Callable[[Tensor], bool] = _find("torch.Tensor._is_view", lambda _: True)
 
-# The hooks on a tensor, or None. Without it a hook on a replica's parameter runs twice in backward.
-backward_hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+# The hooks on a tensor, or None.
+backward_hooks_of: Callable[[Tensor], Any] = _attribute(
+    torch.Tensor, "_backward_hooks", "a hook on a replica's parameter would run twice in backward"
+)
 
 # The class of all futures, those of C++ too. Without it a communication hook's future of C++ is refused.
-CppFuture = torch._C.Future
+CppFuture: Any = _find("torch._C.Future", torch.futures.Future)
 
-# The memory of a typed storage. Without it tests' tensors are pickled torch's way, which takes longer.
+# The memory of a typed storage.
 untyped_storage_of: Callable[[TypedStorage], torch.UntypedStorage] = attrgetter("_untyped_storage")
 
 
@@ -111,53 +199,77 @@ def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> TypedStor
 
 # --- Operations on lists of tensors ---
 
-# Without them: one call per tensor, which costs more than the copying if tensors are small.
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_mul_ = torch._foreach_mul_
+
+def _one_by_one(method: str) -> Callable[..., None]:
+    """One call per tensor, which costs more than the copying if tensors are small."""
+
+    def call(tensors: Sequence[Tensor], operand: Any, **options: Any) -> None:
+        operands = operand if isinstance(operand, list | tuple) else [operand] * len(tensors)
+        for tensor, each in zip(tensors, operands, strict=True):
+            methodcaller(method, each, **options)(tensor)
+
+    return call
+
+
+foreach_add_: Callable[..., None] = _find("torch._foreach_add_", _one_by_one("add_"))
+foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_", _one_by_one("copy_"))
+foreach_div_: Callable[..., None] = _find("torch._foreach_div_", _one_by_one("div_"))
+foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_", _one_by_one("mul_"))
 
 # --- Structures of inputs and outputs ---
 
+
+class _NoKey:
+    """In the place of a class that a version lacks: nothing is an instance of it."""
+
+    __match_args__ = ("key",)
+
+
 # The types that ``register_pytree_node`` was given. Without them such a type is a leaf: tensors in it are
 # neither scattered nor gathered. torch has no public way to open one level.
-PYTREE_NODES: Mapping[type, Any] = _pytree.SUPPORTED_NODES
+PYTREE_NODES: Mapping[type, Any] = _find("torch.utils._pytree.SUPPORTED_NODES", {})
 
 # The keys by which such a type names its children. Without them errors show torch's text for a path.
-GetAttrKey = _pytree.GetAttrKey
-MappingKey = _pytree.MappingKey
-SequenceKey = _pytree.SequenceKey
+GetAttrKey: Any = _find("torch.utils._pytree.GetAttrKey", _NoKey)
+MappingKey: Any = _find("torch.utils._pytree.MappingKey", _NoKey)
+SequenceKey: Any = _find("torch.utils._pytree.SequenceKey", _NoKey)
 
-# Every leaf, and a change of every leaf, for the toy device. ``paceline.tensors.tree`` could replace them.
-tree_leaves = _pytree.tree_leaves
-tree_map = _pytree.tree_map
+# Every leaf, and a change of every leaf, for the toy device.
+tree_leaves: Callable[..., list[Any]] = _need("torch.utils._pytree.tree_leaves", _NO_TOY)
+tree_map: Callable[..., Any] = _need("torch.utils._pytree.tree_map", _NO_TOY)
 
 # --- Modules and their parameters ---
 
 # The dicts in which a module keeps its own parameters, buffers and children. Names and values can be had
 # otherwise, but not the place to put others in.
-parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+_MODULE = nn.Module()
+_NO_REPLICAS = "modules cannot be replicated"
+parameters_of: Callable[[nn.Module], dict[str, Any]] = _attribute(_MODULE, "_parameters", _NO_REPLICAS)
+buffers_of: Callable[[nn.Module], dict[str, Any]] = _attribute(_MODULE, "_buffers", _NO_REPLICAS)
+children_of: Callable[[nn.Module], dict[str, Any]] = _attribute(_MODULE, "_modules", _NO_REPLICAS)
 
-# A copy of a module that copies itself in its own way, as recurrent layers do. Without it their replicas
-# compute with the module's weights.
+# A copy of a module that copies itself in its own way, as recurrent layers do. Called only for classes of
+# which ``replicates_itself`` is true.
 replicate_itself: Callable[[nn.Module], nn.Module] = methodcaller("_replicate_for_data_parallel")
 
-# The hooks that run once a gradient was added to ``.grad``, in order. Without it our hooks may run before
-# those that users add later, and a gradient that such a hook changes is averaged unchanged.
-grad_hooks_of: Callable[[Any], dict[int, Any]] = attrgetter("_post_accumulate_grad_hooks")
+# The hooks that run once a gradient was added to ``.grad``, in order.
+grad_hooks_of: Callable[[Any], dict[int, Any]] = _attribute(
+    torch.Tensor,
+    "_post_accumulate_grad_hooks",
+    "a gradient that a user's hook changes could be averaged unchanged",
+)
 
 
 def replicates_itself(kind: type[nn.Module]) -> bool:
-    """Whether a class of modules has its own ``replicate_itself``."""
-    return kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+    """Whether a class of modules has its own ``replicate_itself``; in a version without it, none has."""
+    own = getattr(kind, "_replicate_for_data_parallel", None)
+    return own is not getattr(nn.Module, "_replicate_for_data_parallel", None)
 
 
 def renew_flat_weights(layer: nn.RNNBase) -> None:
     """Have a recurrent layer use its present parameters, of which it has a list beside them.
 
-    torch 2.13 renews the list itself in the next forward; until then it keeps the old ones alive.
+    torch renews the list itself in the next forward; until then it keeps the old ones alive.
     """
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
@@ -191,6 +303,10 @@ def remove_in_backward_hooks(parameters: Iterable[Parameter]) -> None:
 # The module of the compiler, which ``init_process_group`` imports; test ranks have it imported in advance.
 COMPILER = "torch._dynamo"
 
+_frame_action: Any = _find("torch._C._dynamo.eval_frame._FrameAction", None)
+_frame_strategy: Any = _find("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
+_set_frame_strategy: Any = _find("torch._C._dynamo.eval_frame.set_code_exec_strategy", None)
+
 
 def leave_untraced(fn: FunctionType, *, with_calls: bool, reason: str) -> None:
     """Have torch.compile break its graph at a function, and compile neither it nor, if asked, what it calls.
@@ -198,9 +314,9 @@ def leave_untraced(fn: FunctionType, *, with_calls: bool, reason: str) -> None:
     It does what ``torch._dynamo.skip`` and ``disable`` do, without importing the compiler. Without it the
     wrapper's own code is compiled in pieces, and again for every changed number.
     """
-    skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
-    strategy = _eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
-    _eval_frame.set_code_exec_strategy(fn.__code__, strategy)
+    if None not in (_frame_action, _frame_strategy, _set_frame_strategy):
+        skip, default = _frame_action.SKIP, _frame_action.DEFAULT
+        _set_frame_strategy(fn.__code__, _frame_strategy(skip, skip if with_calls else default))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
@@ -216,7 +332,7 @@ def optimize_ddp_mode() -> str | None:
     In a version without it gradients are never reduced inside a graph.
     """
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    mode: str | None = None if utils is None else utils.get_optimize_ddp_mode()
+    mode: str | None = getattr(utils, "get_optimize_ddp_mode", lambda: None)()
     return mode
 
 
@@ -224,43 +340,65 @@ def fuse_reductions(cap_bytes: int) -> None:
     """Have inductor join a graph's reductions into buckets; without it each gradient is reduced alone."""
     from torch._inductor import config
 
-    config._fuse_ddp_communication = True
-    config._fuse_ddp_bucket_size = cap_bytes / 2**20  # type: ignore[assignment]  # a cap may be a fraction
+    with contextlib.suppress(AttributeError):  # what a version without these options raises
+        config._fuse_ddp_communication = True
+        config._fuse_ddp_bucket_size = cap_bytes / 2**20  # type: ignore[assignment]  # a cap may be a fraction
 
 
 # --- Process groups ---
 
-# The group that init_process_group made; raises torch's error if there is none. ``distributed.group.WORLD``
-# is the same, but None if there is none.
-default_process_group: Callable[[], Any] = _c10d._get_default_group
 
-# Whether this process is outside a group. ``distributed.get_rank``, -1 there, says the same.
-is_outside: Callable[[Any], bool] = _c10d._rank_not_in_group
+def _world_group() -> Any:
+    if distributed.group.WORLD is None:
+        raise ValueError("the default process group has not been initialized; call init_process_group first")
+    return distributed.group.WORLD
+
+
+def _broadcast_each(process_group: Any, tensors: list[Tensor], _nbytes: int, source: int) -> None:
+    for tensor in tensors:
+        distributed.broadcast(tensor, group=process_group, group_src=source)
+
+
+# The group that init_process_group made; raises torch's error if there is none.
+default_process_group: Callable[[], Any] = _find(
+    "torch.distributed.distributed_c10d._get_default_group", _world_group
+)
+
+# Whether this process is outside a group.
+is_outside: Callable[[Any], bool] = _find(
+    "torch.distributed.distributed_c10d._rank_not_in_group", lambda group: distributed.get_rank(group) < 0
+)
 
 # Broadcasts many tensors in few messages. Without it: one broadcast per tensor.
-broadcast_coalesced: Callable[[Any, list[Tensor], int, int], None] = _distributed._broadcast_coalesced
+broadcast_coalesced: Callable[[Any, list[Tensor], int, int], None] = _find(
+    "torch.distributed._broadcast_coalesced", _broadcast_each
+)
 
-# The size of the first bucket in torch's wrapper; 1 MiB in torch 2.13.
-FIRST_BUCKET_BYTES = int(_distributed._DEFAULT_FIRST_BUCKET_BYTES)
+# The size of the first bucket in torch's wrapper.
+FIRST_BUCKET_BYTES = int(_find("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 
 # A tensor that a collective has not finished yet. Without it such a local tensor would be read too early.
-AsyncCollectiveTensor: Any = _functional_collectives.AsyncCollectiveTensor
+AsyncCollectiveTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor", _NoKey)
 
 
 def _backend_options(process_group: Any) -> Any:
-    device = torch.device(process_group._device_types[0])
-    return process_group._get_backend(device).options
+    """The options of a group's first backend; None for a group that has no backends, or one without any."""
+    if not process_group._device_types:
+        return None
+    return process_group._get_backend(torch.device(process_group._device_types[0])).options
 
 
 def timeout_of(process_group: Any) -> timedelta:
     """How long ranks wait for each other. Without it: torch's default of 30 minutes."""
-    timeout: timedelta = _backend_options(process_group)._timeout
+    options = _backend_options(process_group)
+    timeout: timedelta = _c10d.default_pg_timeout if options is None else options._timeout
     return timeout
 
 
 def gloo_threads_of(process_group: Any) -> int:
     """The number of gloo's threads, for the logging data. Without it: 0 there."""
-    return int(_backend_options(process_group)._threads)
+    options = _backend_options(process_group)
+    return 0 if options is None else int(options._threads)
 
 
 def backend_config_of(process_group: Any, default: str) -> str:
@@ -277,28 +415,40 @@ def is_open(process_group: Any) -> bool:
     return _c10d._world.pg_map.get(process_group) is not None
 
 
+_disabled_join: Any = _find(
+    "torch.distributed.algorithms.join._JoinConfig.construct_disabled_join_config", None
+)
+
+
 def disable_join(joinable: Joinable) -> None:
     """Let forward tell the other ranks nothing more; torch's own wrapper goes on after its join has ended.
 
     Without it each forward after a join sends the other ranks one message that nobody needs.
     """
-    joinable._join_config = _JoinConfig.construct_disabled_join_config()
+    if _disabled_join is not None:
+        joinable._join_config = _disabled_join()
+
+
+# The sum of a tensor over the ranks, by a collective that torch.compile can trace.
+_traced_all_reduce: Any = _need(
+    "torch.distributed._functional_collectives.all_reduce", "a compiled backward cannot reduce gradients"
+)
 
 
 def traced_all_reduce(tensor: Tensor, process_group: Any) -> Tensor:
     """The sum of a tensor over the ranks, by a collective that torch.compile can trace.
 
-    It is waited for where it is first read. Without it a compiled backward cannot reduce gradients.
+    It is waited for where it is first read.
     """
-    total: Tensor = _functional_collectives.all_reduce(tensor, "sum", process_group)
+    total: Tensor = _traced_all_reduce(tensor, "sum", process_group)
     return total
 
 
 def as_overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """An optimizer that steps behind a communication hook; without it there is no _register_fused_optim."""
-    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
-
-    return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
+    """An optimizer that steps behind a communication hook."""
+    module = "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap"
+    make = _need(f"{module}._as_overlapped_optim", "there is no _register_fused_optim")
+    return make(optimizer, parameters, *args, **kwargs)
 
 
 # --- DTensor ---
@@ -311,9 +461,11 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 # --- RPC, which some builds of torch do not have ---
 
-# Whether this process takes part in RPC. Without it: ask for a context, torch raises if there is none.
+# Whether this process takes part in RPC. Without it a context is always asked for.
 is_rpc_open: Callable[[], bool] = (
-    _distributed.rpc.api._is_current_rpc_agent_set if distributed.rpc.is_available() else lambda: False
+    _find("torch.distributed.rpc.api._is_current_rpc_agent_set", lambda: True)
+    if distributed.rpc.is_available()
+    else lambda: False
 )
 
 
@@ -322,35 +474,38 @@ def autograd_context_id() -> int:
 
     Without it parameters that distributed autograd reaches are not averaged.
     """
-    return int(_distributed.autograd._current_context()._context_id())
+    current = _need("torch.distributed.autograd._current_context", "distributed autograd is not supported")
+    return int(current()._context_id())
 
 
 # --- The elastic agent ---
 
 
 def parse_rendezvous_config(text: str) -> dict[str, str]:
-    """The pairs of ``--rdzv-conf``; without it: split at commas and equals signs."""
-    from torch.distributed.elastic.rendezvous import utils
-
-    return utils._parse_rendezvous_config(text)
+    """The pairs of ``--rdzv-conf``."""
+    parse: Callable[[str], dict[str, str]] = _need(
+        "torch.distributed.elastic.rendezvous.utils._parse_rendezvous_config",
+        "--rdzv-conf cannot be read",
+    )
+    return parse(text)
 
 
 def is_this_host(address: str) -> bool:
     """Whether torch takes an address for this host's; without it the doctor's advice is less exact."""
-    from torch.distributed.elastic.rendezvous import utils
-
-    return bool(utils._matches_machine_hostname(address))
+    path = "torch.distributed.elastic.rendezvous.utils._matches_machine_hostname"
+    return bool(_find(path, lambda _: False)(address))
 
 
 # --- Devices that are implemented in Python ---
 
-# Without these there is no toy device for tests. It also needs the order of the methods of a C++ class: see
-# testing/toy/device_guard.py.
-register_device: Callable[[str, Any], None] = _backend_registration._setup_privateuseone_for_python_backend
-DeviceModule = backend_registration._DummyBackendModule
+# They also need the order of the methods of a C++ class: see testing/toy/device_guard.py.
+register_device: Callable[[str, Any], None] = _need(
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend", _NO_TOY
+)
+DeviceModule: Any = _find("torch.utils.backend_registration._DummyBackendModule", object)
 # The number of the type that torch keeps for devices from outside.
-OUTSIDE_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
-make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+OUTSIDE_DEVICE_TYPE = int(_find("torch._C._autograd.DeviceType.PrivateUse1.value", 20))
+make_wrapper_subclass: Callable[..., Any] = _need("torch.Tensor._make_wrapper_subclass", _NO_TOY)
 # The operation behind ``Tensor.to``.
 TO_COPY: Any = torch.ops.aten._to_copy.default
 
@@ -393,6 +548,12 @@ ATTRIBUTES = (
         "_join_config",
         "ddp/wrapper.py optim/sharded_optimizer.py",
         "says in each forward whether a join is active; without it join has no effect",
+    ),
+    PrivateAttribute(
+        "torch.distributed.algorithms.join.Join",
+        "_extract_dist_info _joinables _process_group _rank _device",
+        "comm/torch_distributed.py",
+        "set for a wrapper whose group torch.distributed does not know; without them only known groups join",
     ),
     PrivateAttribute(
         "torch.distributed.ProcessGroup",

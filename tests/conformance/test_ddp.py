@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from wrappers import WRAPPERS
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from wrappers import WRAPPERS, options_for
 
 from paceline.testing import RankPool
 
@@ -147,6 +147,14 @@ def power_sgd(ddp: Any) -> None:
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+def quantized(ddp: Any) -> None:
+    ddp.register_comm_hook(distributed.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+
+
+def quantized_by_channel(ddp: Any) -> None:
+    ddp.register_comm_hook(distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook)
+
+
 @dataclass(frozen=True)
 class Script:
     """What is trained, and how."""
@@ -161,8 +169,11 @@ class Script:
     memory_format: Any = None
     sets_to_none: bool = True
     clip: bool = False
+    # Only torch 2.15 has it; an older one trains without, which must lead to the same parameters.
+    manual: bool = False
 
 
+LAZY = {"lazy_bucket_allocation": True}
 SMALL = {"bucket_cap_mb": 0.0005}
 SCRIPTS: dict[str, Script] = {
     "perceptron": Script(),
@@ -208,7 +219,25 @@ SCRIPTS: dict[str, Script] = {
     "bfloat16, small buckets": Script(dtype=torch.bfloat16, options=SMALL),
     "float16": Script(dtype=torch.float16),
     "float64": Script(dtype=torch.float64),
+    "lazy buckets": Script(options=LAZY),
+    "lazy buckets, small": Script(options=LAZY | SMALL),
+    "lazy buckets, views": Script(options=LAZY | {"gradient_as_bucket_view": True}),
+    "lazy buckets, gradients kept": Script(options=LAZY | SMALL, sets_to_none=False),
+    "lazy buckets, accumulation, fp16 hook": Script(options=LAZY, accumulate=2, prepare=fp16),
+    "lazy buckets, channels_last": Script(
+        Convolutions, images, memory_format=torch.channels_last, options=LAZY | SMALL
+    ),
+    "manual finalization": Script(manual=True),
+    "manual finalization, lazy small buckets, views": Script(
+        manual=True, options=LAZY | SMALL | {"gradient_as_bucket_view": True}
+    ),
+    "manual finalization, accumulation": Script(manual=True, accumulate=3),
+    "manual finalization, fp16 hook": Script(manual=True, prepare=fp16),
 }
+IS_NEW = hasattr(WRAPPERS["torch"], "finalize_backward")
+if IS_NEW:  # older versions of these hooks raise with gloo
+    SCRIPTS["quantization hook"] = Script(prepare=quantized)
+    SCRIPTS["quantization hook by channel"] = Script(prepare=quantized_by_channel)
 
 
 def run(rank: int, wrapper: str, name: str) -> list[list[Tensor]]:
@@ -220,7 +249,10 @@ def run(rank: int, wrapper: str, name: str) -> list[list[Tensor]]:
         net = net.to(script.dtype)
     if script.memory_format is not None:
         net = net.to(memory_format=script.memory_format)
-    ddp = WRAPPERS[wrapper](net, **script.options)
+    ddp = WRAPPERS[wrapper](net, **options_for(wrapper, script.options))
+    is_manual = script.manual and (IS_NEW or wrapper == "paceline")
+    if is_manual:
+        ddp.require_manual_backward_finalization = True
     if script.prepare is not None:
         script.prepare(ddp)
     optimizer = script.optimizer([parameter for parameter in ddp.parameters() if parameter.requires_grad])
@@ -231,6 +263,8 @@ def run(rank: int, wrapper: str, name: str) -> list[list[Tensor]]:
         for part in range(script.accumulate):
             with ddp.no_sync() if part + 1 < script.accumulate else contextlib.nullcontext():
                 ddp(_input(script, rank)).square().mean().backward()
+        if is_manual:
+            ddp.finalize_backward()
         if script.clip:
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
         optimizer.step()

@@ -1,17 +1,14 @@
 """Every command of the README and the tutorial runs, and prints what the page says."""
 
 import os
-import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
+from environments import PACKAGES, Environment, run
 from pages import ROOT, Command, commands, files, is_shown, link_repository, mentioned
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/from-data-parallel.md"]
-DEADLINE_SECONDS = 100
 # What takes long: the same, cut short. Of what make does, a whole run is elsewhere: the demo's in
 # test_examples.py, conformance's in tests/conformance, and the others are steps of ./check.
 SHORTENED = {
@@ -38,14 +35,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
     What a page installs comes first in it, so that its commands use that, and not this repository.
     """
-    own = tmp_path / "venv"
-    venv.create(own, symlinks=True)
-    scheme = {"base": str(own), "platbase": str(own)}
-    site = Path(sysconfig.get_path("purelib", scheme="venv", vars=scheme))
-    (site / "linked.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
-    paths = [str(own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"PATH": os.pathsep.join(paths)}
+    own = Environment(tmp_path / "venv", linked=(PACKAGES, ROOT / "src"))
+    paths = [str(own.programs), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return own.variables() | {"PATH": os.pathsep.join(paths)}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -55,32 +47,25 @@ def test_its_commands_run_and_print_what_it_shows(
     for name, text in files(ROOT / page).items():
         (folder / name).write_text(text)
     told = commands(ROOT / page)
+    if page == "README.md":  # tests/install runs the others with the wheel alone
+        told = [command for command in told if not command.line.startswith("paceline ")]
     assert told
     for command in told:
-        run(command, folder, environment)
+        check(command, folder, environment)
 
 
 def test_what_the_readme_mentions_runs_too(folder: Path, environment: dict[str, str]) -> None:
     assert mentioned(ROOT / "docs/tutorial.md") == []
     for line in mentioned(ROOT / "README.md"):
-        run(Command(line, 0, ()), folder, environment)
+        check(Command(line, 0, ()), folder, environment)
 
 
-def run(command: Command, folder: Path, environment: dict[str, str]) -> None:
+def check(command: Command, folder: Path, environment: dict[str, str]) -> None:
     program = " ".join(command.line.split()[:2])  # whatever options the figures were measured with
     line = SHORTENED.get(command.line, SHORTENED.get(program, command.line))
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert done.returncode == command.code, f"{line}\n{done.stdout}"
+    printed = run(["bash", "-c", line], folder, environment, code=command.code)
     for shown in command.shown:
-        assert is_shown(shown, done.stdout), f"{line}: it does not print {shown!r}\n{done.stdout}"
+        assert is_shown(shown, printed), f"{line}: it does not print {shown!r}\n{printed}"
 
 
 def test_the_readme_has_commands_beside_the_two() -> None:

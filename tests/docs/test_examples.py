@@ -19,11 +19,16 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TIMEOUT = 100.0
 # Those of training libraries are run where the libraries are tested.
-ELSEWHERE = {"accelerate_loop", "lightning_fit", "transformers_trainer"}
+ELSEWHERE = {"accelerate_loop", "lightning_fit", "ray_train", "transformers_trainer"}
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - ELSEWHERE)
 ROUNDING = r"(?:\d\.\de-1[5-9]|0\.0e\+00)"
 # What each is to print, a line each.
 CLAIMS = {
+    "any_launcher": [
+        r"\[0\] rank 0 of 2, local rank 0, on cpu",
+        r"\[1\] rank 1 of 2, local rank 1, on cpu",
+        r"\[0\] sha256 [0-9a-f]{64}",
+    ],
     "custom_hook": [
         r"\[0\] no hook hands over 33,796 bytes a step, 100\.0%; loss 0\.0\d\d at the end",
         r"\[0\] in_half hands over 16,898 bytes a step, 50\.0%; loss 0\.0\d\d at the end",

@@ -89,7 +89,7 @@ def test_other_versions_and_another_time_are_found_on_both_hosts(tmp_path: Path)
     # The second host has a paceline of its own, with another version and a clock of its own.
     other = tmp_path / "other"
     shutil.copytree(Path(paceline.__file__).parent, other / "paceline")
-    replace(other / "paceline/__init__.py", f'"{paceline.__version__}"', f'"{OTHER_VERSION}"')
+    replace(other / "paceline/__init__.py", '_metadata.version("paceline")', f'"{OTHER_VERSION}"')
     replace(
         other / "paceline/tools/doctor/rank_measurements.py", "= time.time)", "= lambda: time.time() + 30)"
     )

@@ -155,40 +155,52 @@ def right(predicted: Any) -> dict[str, float]:
     return {"count": len(found), "right": float(found.mean())}
 
 
-def trained(rank: int, wrapper: str, folder: Path) -> tuple[list[Tensor], dict[str, float]]:
+def trainer(folder: Path, *, lora: bool = False, **options: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=WORDS, bos_token_id=0, eos_token_id=0
+        )
+    )
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model.enable_input_require_grads()  # peft's advice for checkpointing of a frozen model
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model,
+        TrainingArguments(**settings | options),
+        train_dataset=texts(TEXTS),
+        eval_dataset=texts(ASKED),
+        compute_metrics=right,
+    )
+
+
+def trained(rank: int, wrapper: str, folder: Path) -> tuple[list[Tensor], dict[str, float]]:
     from transformers.modeling_utils import unwrap_model
 
-    def trainer() -> Trainer:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=WORDS, bos_token_id=0, eos_token_id=0
-        )
-        arguments = TrainingArguments(
-            output_dir=str(folder / wrapper),
-            use_cpu=True,
-            max_steps=6,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            save_steps=3,
-            report_to="none",
-            disable_tqdm=True,
-        )
-        return Trainer(
-            GPT2LMHeadModel(config),
-            arguments,
-            train_dataset=texts(TEXTS),
-            eval_dataset=texts(ASKED),
-            compute_metrics=right,
-        )
+    def saving() -> Any:
+        return trainer(folder / wrapper, save_strategy="steps", save_steps=3)
 
     with started(rank, wrapper):
-        whole = trainer()
+        whole = saving()
         whole.train()
         assert type(whole.model_wrapped) is WRAPPERS[wrapper]
         assert unwrap_model(whole.model_wrapped) is whole.model
-        resumed = trainer()
+        resumed = saving()
         resumed.train(resume_from_checkpoint=str(folder / wrapper / "checkpoint-3"))
         assert_equal_bits(values(resumed.model), values(whole.model))
         return values(whole.model), whole.evaluate()
@@ -201,3 +213,54 @@ def test_the_trainer_gives_the_same_parameters_and_predictions(pair: RankPool, t
         for name in ("eval_loss", "eval_right", "eval_count"):
             assert asked[name] == answer[name], name
         assert asked["eval_count"] == ASKED
+
+
+CHECKPOINTED: dict[str, Any] = {"gradient_checkpointing": True, "gradient_accumulation_steps": 1}
+RE_ENTRANT = CHECKPOINTED | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+NOT_RE_ENTRANT = CHECKPOINTED | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "in bfloat16": {"bf16": True},
+    "checkpointed": NOT_RE_ENTRANT,
+    "checkpointed, re-entrant": RE_ENTRANT,
+    "the wrapper's options": {
+        "ddp_find_unused_parameters": True,
+        "ddp_bucket_cap_mb": 1,
+        "ddp_broadcast_buffers": False,
+    },
+    "clipped, Adafactor, smoothed": {
+        "max_grad_norm": 0.1,
+        "optim": "adafactor",
+        "label_smoothing_factor": 0.1,
+    },
+    "LoRA": {"lora": True},
+    "LoRA, checkpointed": NOT_RE_ENTRANT | {"lora": True},
+}
+
+
+def variant(rank: int, wrapper: str, folder: Path, options: dict[str, Any]) -> list[Tensor]:
+    with started(rank, wrapper):
+        found = trainer(folder, **options)
+        before = values(found.model)
+        found.train()
+        assert type(found.model_wrapped) is WRAPPERS[wrapper]
+        assert any(not torch.equal(*pair) for pair in zip(before, values(found.model), strict=True))
+        return values(found.model)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_of_the_trainer_gives_the_same_parameters(
+    pair: RankPool, name: str, tmp_path: Path
+) -> None:
+    theirs, ours = (pair.run(variant, wrapper, tmp_path, VARIANTS[name]) for wrapper in ("torch", "paceline"))
+    assert_equal_bits(ours[0], theirs[0])
+    assert_equal_bits(ours[1], ours[0])
+
+
+def test_lora_with_re_entrant_checkpoints_needs_no_flag(pair: RankPool, tmp_path: Path) -> None:
+    options = RE_ENTRANT | {"lora": True}
+    # Without it, torch's wrapper raises that a parameter has been marked as ready twice.
+    flag = {"ddp_find_unused_parameters": False}
+    theirs = pair.run(variant, "torch", tmp_path, options | flag)
+    ours = pair.run(variant, "paceline", tmp_path, options)
+    assert_equal_bits(ours[0], theirs[0])
+    assert_equal_bits(ours[1], ours[0])

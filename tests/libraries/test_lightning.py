@@ -18,12 +18,12 @@ from paceline.testing import RankPool
 # Lightning is imported in the ranks alone: it takes seconds, and every test process would pay them.
 
 
-def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
+def as_ddp(rank: int, net: str, strategy: str, options: dict[str, Any]) -> None:
     as_torchrun_tells(rank)
     import lightning_nets as nets
 
     theirs, ours = (
-        nets.fit(rank, strategy, getattr(nets, net)(), **options) for strategy in ("ddp", "paceline")
+        nets.fit(rank, chosen, getattr(nets, net)(), **options) for chosen in (strategy, "paceline")
     )
     assert (theirs.wrapper, ours.wrapper) == ("torch.nn.parallel.distributed", "paceline.ddp.wrapper")
     assert_equal_bits(ours.values(), theirs.values())
@@ -33,12 +33,32 @@ def as_ddp(rank: int, net: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "options"),
-    [("Net", {}), ("Net", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}), ("ByHand", {})],
-    ids=["plain", "accumulated and clipped", "backward by hand"],
+    ("net", "strategy", "options"),
+    [
+        ("Net", "ddp", {}),
+        ("Net", "ddp", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        ("ByHand", "ddp", {}),
+        ("Adversaries", "ddp_find_unused_parameters_true", {}),
+        ("Net", "ddp", {"callback": "SWA", "max_epochs": 3}),
+        ("Net", "ddp", {"callback": "EMA"}),
+        ("Net", "ddp", {"precision": "bf16-mixed"}),
+        ("Normed", "ddp", {}),
+    ],
+    ids=[
+        "plain",
+        "accumulated and clipped",
+        "backward by hand",
+        "GAN",
+        "SWA",
+        "EMA",
+        "bfloat16",
+        "batch norm",
+    ],
 )
-def test_parameters_are_those_of_ddp(pair: RankPool, net: str, options: dict[str, Any]) -> None:
-    pair.run(as_ddp, net, options)
+def test_parameters_are_those_of_ddp(
+    pair: RankPool, net: str, strategy: str, options: dict[str, Any]
+) -> None:
+    pair.run(as_ddp, net, strategy, options)
 
 
 def with_a_spare_layer(rank: int) -> None:

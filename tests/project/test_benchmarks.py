@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import collectives
 import ddp
 import hosts
+import lazy_buckets
 import pytest
 import recorder
 import torch
@@ -21,6 +22,7 @@ from paceline.testing import RankPool
 from paceline.testing.hosts import why_not
 from paceline.tools.bench.collective_times import CollectiveCase, PreparedCall, check_results
 from paceline.tools.bench.models import MODELS
+from paceline.tools.bench.step_times import Side
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20
@@ -192,11 +194,36 @@ def held_more(_: int) -> tuple[int, int]:
 
 def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
     gradients = ddp.WORLD * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
-    assert ddp.peak("tiny-layers", ddp.STEP_SIDES["torch"]) > 2 * gradients
+    assert max(ddp.held_memory(MODELS["tiny-layers"], ddp.STEP_SIDES["torch"])) > 2 * gradients
+
+
+def test_lazy_buckets_hold_no_gradients_at_the_end_of_forward() -> None:
+    model = MODELS["tiny-layers"]
+    gradients = ddp.WORLD * sum(p.numel() * 4 for p in model.build().parameters())
+    points = ddp.held_memory(model, Side("paceline", lazy=True), lazy_buckets.held_without_free_memory)
+    after_forward = lazy_buckets.forward_points(model, points)
+    assert len(after_forward) == ddp.MEMORY_STEPS
+    assert max(points) - max(after_forward) > 0.8 * gradients
+
+
+def test_lazy_buckets_are_compared_with_kept_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def held(model: Any, side: Side, _: object) -> list[int]:
+        points = ddp.MEMORY_STEPS * (3 + len(range(0, count, -(-count // ddp.MEMORY_GRADIENTS))))
+        count_of_side = 2 if side.lazy else 8
+        assert model is lazy_buckets.LAZY_MODELS["mlp"]
+        return [count_of_side] * points
+
+    count = len(list(MODELS["mlp"].build().parameters()))
+    monkeypatch.setattr(lazy_buckets, "held_memory", held)
+    rows = quick_rows(lazy_buckets, monkeypatch, tmp_path / "rows.json", "--models", "mlp")
+    for part in ("peak", "end of forward"):
+        assert rows[f"46M MLP, {part}", "paceline-lazy / paceline"]["value"] == 0.25
 
 
 def test_memory_is_judged_by_that_of_torch_with_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddp, "peak", lambda _, side: {"torch": 4, "torch-views": 2}.get(str(side), 3))
+    monkeypatch.setattr(
+        ddp, "held_memory", lambda _, side: [1, {"torch": 4, "torch-views": 2}.get(str(side), 3), 0]
+    )
     rows = ddp.memory_rows("mlp", [ddp.STEP_SIDES[name] for name in ("torch", "torch-views", "paceline")], 3)
     assert [(row.figure, row.value, row.met) for row in rows] == [
         ("paceline / torch", 0.75, None),

@@ -140,6 +140,16 @@ def test_torture_cases_are_listed_and_counted() -> None:
     assert summary[-1] == "| paceline, no flag | 2 | 0 |"
 
 
+def test_launchers_are_listed_with_what_did_not_work_and_what_was_not_run() -> None:
+    entry = {"launchers": {"a": {"starts": True, "ends": False}, "b": "not installed: b"}}
+    assert [*figures.launchers(entry)] == [
+        "| launcher | starts | ends |",
+        "|---|---|---|",
+        "| a | yes | **no** |",
+        "| b | not run: not installed: b |  |",
+    ]
+
+
 def test_a_page_is_stale_until_it_is_written(saved: dict[str, Any]) -> None:
     texts = {"a": page("ddp"), "b": page("hosts"), "c": "no table\n"}
     assert figures.stale(texts, saved) == ["a"]

@@ -3,11 +3,12 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from paceline.ddp.compat.torch_names import INNER_STEPS
 
@@ -22,7 +23,9 @@ NAMES = {
         _ddp_init_helper _build_params_for_reducer _assign_modules_buffers _build_debug_param_to_name_mapping
         _get_parameters model_parameters _check_default_group _set_params_and_buffers_to_ignore_for_model
         _get_data_parallel_params _passing_sync_batchnorm_handle _log_and_throw _dump_DDP_relevant_env_vars
-        __getstate__ __setstate__ _lazy_init
+        __getstate__ __setstate__ _lazy_init _BucketCapacityConfig compute_bucket_size_limits
+        has_custom_per_bucket_caps bucket_cap_mb_list batched_grad_copy forward_sync_buffers
+        lazy_bucket_allocation
     """,
     "Step": """
         forward _pre_forward _run_ddp_forward _post_forward _inside_ddp_forward _get_active_ddp_module
@@ -33,6 +36,8 @@ NAMES = {
         _register_accum_grad_hook compiled_accum_grad_hook _fire_reducer_autograd_hook _remove_autograd_hooks
         _check_reducer_finalized _set_static_graph _set_ddp_sink_clone _set_sparse_metadata
         _update_process_group _register_delay_all_reduce_hook _delayed_all_reduce_hook
+        require_manual_backward_finalization should_finalize_after_backward finalize_backward
+        _check_manual_backward_finalization_supported
     """,
     "Hooks and optimizers": """
         register_comm_hook noop encode_and_decode decode _check_comm_hook _register_builtin_comm_hook
@@ -63,6 +68,9 @@ NAMES = {
         strided_grad_layout parameter_list_dict_replica several_dtypes
     """,
 }
+# The section about tests, which no release has: its table says nothing about releases.
+TESTS = "What test_data_parallel.py asks"
+OLDEST = "before 2.10"
 WANTED = {(section, name) for section, names in NAMES.items() for name in names.split()}
 
 
@@ -74,6 +82,7 @@ class Row(NamedTuple):
     names: list[str]
     places: list[str]
     tests: list[str]
+    since: str | None = None
 
 
 def rows(page: str) -> Iterator[Row]:
@@ -81,10 +90,10 @@ def rows(page: str) -> Iterator[Row]:
     for line, text in enumerate(page.splitlines(), 1):
         if text.startswith("## "):
             section = text.removeprefix("## ")
-        cells = [re.findall(r"`([^`]+)`", cell) for cell in text.strip("|").split(" | ")]
-        if text.startswith("| `") and len(cells) == 4:
-            names, _, places, tests = cells
-            yield Row(line, section, names, places, tests)
+        texts = text.strip("|").split(" | ")
+        if text.startswith("| `") and len(texts) == (4 if section == TESTS else 5):
+            names, places, tests = (re.findall(r"`([^`]+)`", texts[at]) for at in (0, -2, -1))
+            yield Row(line, section, names, places, tests, None if section == TESTS else texts[1])
         elif text.startswith("| ") and not text.startswith("| name |"):
             yield Row(line, section, [], [], [])
 
@@ -102,6 +111,8 @@ def stale(page: str, wanted: set[tuple[str, str]]) -> list[str]:
 def wrong(row: Row) -> Iterator[str]:
     if not (row.names and row.places and row.tests):
         yield "a row needs a name, a place and a test, each in backquotes"
+    if row.since is not None:
+        yield from wrong_release(row.names, row.since)
     for place in row.places:
         if not exists(PACKAGE, place):
             yield f"there is no {place} in {PACKAGE.name}"
@@ -111,6 +122,32 @@ def wrong(row: Row) -> Iterator[str]:
             yield f"there is no test {bare}"
         elif case and case not in (ROOT / bare.partition("::")[0]).read_text():
             yield f"there is no case {case!r} of {bare}"
+
+
+def wrong_release(names: Sequence[str], since: str) -> Iterator[str]:
+    """Whether the installed torch has the names as it should."""
+    match = re.match(r"before 2\.10$|(2\.\d+)(; .*)?$", since)
+    if match is None:
+        yield f'a release is "{OLDEST}" or a version ({since})'
+        return
+    installed = _version(torch.__version__)
+    is_there = match[1] is None or _version(match[1]) <= installed
+    for name in names:
+        if (name in torchs_words()) != is_there:
+            yield f"torch {torch.__version__} has {'no' if is_there else 'a'} {name} (since: {since})"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+@functools.cache
+def torchs_words() -> set[str]:
+    """Every word of the files that the page is about, in the installed torch."""
+    root = Path(torch.__file__).parent
+    files = [*(root / "nn" / "parallel").glob("*.py")]
+    files.append(root / "distributed" / "tensor" / "parallel" / "_data_parallel_utils.py")
+    return {word for file in files for word in re.findall(r"\w+", file.read_text())}
 
 
 def exists(root: Path, place: str) -> bool:
@@ -149,7 +186,7 @@ def test_names_that_refuse_with_a_hint_to_the_page_are_on_it() -> None:
 
 
 RIGHT = (
-    "| `join` | job | `ddp/wrapper.py::DistributedDataParallel.join` "
+    "| `join` | before 2.10 | job | `ddp/wrapper.py::DistributedDataParallel.join` "
     "| `tests/ranks/ddp/test_join.py::test_join_can_be_switched_off` |"
 )
 
@@ -167,6 +204,9 @@ RIGHT = (
         ("`ddp/wrapper.py::DistributedDataParallel.join`", "somewhere", "a row needs a name, a place and"),
         ("| job ", "", "a row needs a name, a place and a test"),
         ("`join`", "`joint`", "no row for join under 'Join'"),
+        ("before 2.10", "long ago", 'a release is "before 2.10" or a version (long ago)'),
+        ("before 2.10", "2.99", f"torch {torch.__version__} has a join (since: 2.99)"),
+        ("`join`", "`join`, `attic_`", f"torch {torch.__version__} has no attic_ (since: before 2.10)"),
     ],
 )
 def test_a_wrong_row_is_reported(before: str, after: str, complaint: str | None) -> None:

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import warnings
@@ -21,6 +22,7 @@ from torch.storage import TypedStorage
 from torch.utils import checkpoint
 
 from paceline import torch_private
+from paceline.errors import UnsupportedError
 
 PACKAGE = Path(__file__).parents[2] / "src/paceline"
 
@@ -127,7 +129,15 @@ def read_from_anything(tree: ast.Module) -> Iterator[str]:
                 yield name
             case ast.Call(
                 func=ast.Name(
-                    id="getattr" | "hasattr" | "setattr" | "delattr" | "attrgetter" | "methodcaller"
+                    id="getattr"
+                    | "hasattr"
+                    | "setattr"
+                    | "delattr"
+                    | "attrgetter"
+                    | "methodcaller"
+                    | "_attribute"
+                    | "_find"
+                    | "_need"
                 ),
                 args=args,
             ):
@@ -222,13 +232,121 @@ def test_importing_the_package_imports_nothing_that_takes_long() -> None:
     assert result.stdout == "[]\n", result.stderr
 
 
+# What a version without one of them does.
+
+
+def looked_up() -> dict[str, tuple[str, str]]:
+    """For each private name of torch that is looked up at import: our name, and by which function."""
+    found = {}
+    for node in sources()["torch_private.py"].body:
+        for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", []):
+            for call in ast.walk(node.value):
+                match call:
+                    case ast.Call(func=ast.Name(id="_attribute"), args=[_, ast.Constant(value=name), *_]):
+                        found[name] = (target.id, "_attribute")
+                    case ast.Call(
+                        func=ast.Name(id="_find" | "_need" as by), args=[ast.Constant(value=name), *_]
+                    ):
+                        found[name] = (target.id, by)
+    return found
+
+
+def load(source: str) -> dict[str, Any]:
+    module: dict[str, Any] = {"__name__": "paceline.torch_private"}
+    exec(compile(source, torch_private.__file__, "exec"), module)
+    return module
+
+
+@pytest.mark.parametrize("name", looked_up())
+def test_without_a_name_there_is_a_fallback_or_an_error_that_names_it(name: str) -> None:
+    ours, by = looked_up()[name]
+    source = Path(torch_private.__file__).read_text()
+    assert source.count(f'"{name}"') >= 1
+    module = load(source.replace(f'"{name}"', f'"{name}_gone"'))
+    if isinstance(module[ours], int):
+        assert module[ours] == getattr(torch_private, ours)
+    elif by == "_find":
+        is_here = hasattr(find_owner(name.rpartition(".")[0]), name.rpartition(".")[2])
+        assert (module[ours] is not getattr(torch_private, ours)) is is_here
+    else:
+        with pytest.raises(UnsupportedError, match=f"has no {name}_gone, without which .* was tried"):
+            module[ours](None)
+
+
+WITH_FALLBACKS = """
+import re
+from importlib.machinery import SourceFileLoader
+import torch
+from torch import distributed, nn
+
+get_code = SourceFileLoader.get_code
+
+def without_names(loader, name):
+    if name != "paceline.torch_private":
+        return get_code(loader, name)
+    source, number = re.subn(r'_find\\(\\s*"torch', '_find("torch.gone', loader.get_source(name))
+    assert number > 20
+    return compile(source, loader.path, "exec")
+
+SourceFileLoader.get_code = without_names
+
+import paceline
+
+assert paceline.torch_private.PYTREE_NODES == {}
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+rows = torch.randn(6, 4)
+model(rows).sum().backward()
+expected = [parameter.grad.clone() for parameter in model.parameters()]
+for wrapped in (paceline.DistributedDataParallel(model), paceline.DataParallel(model, ["cpu"])):
+    for _ in range(3):
+        model.zero_grad()
+        wrapped(rows).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+print("trained")
+"""
+
+
+def test_models_train_with_all_fallbacks_at_once() -> None:
+    command = [sys.executable, "-c", WITH_FALLBACKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("trained\n"), done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.100.0", "2.100.0a0+git", "2.100+own", "3.0.0", "10.1"])
+def test_a_torch_newer_than_all_that_were_tried_is_warned_about(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.warns(UserWarning, match=rf"\(torch: {re.escape(version)}, newest tried: 2\.\d+\)"):
+        torch_private.warn_if_newer()
+
+
+@pytest.mark.parametrize(
+    "version", ["2.9.1", "unknown", *(f"{release}.3+cpu" for release in torch_private.TRIED)]
+)
+def test_other_versions_are_not_warned_about(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    torch_private.warn_if_newer()
+
+
+def test_the_warning_comes_once_and_points_to_the_import() -> None:
+    code = "import torch\ntorch.__version__ = '2.100.0'\nimport paceline\nimport paceline.nn"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.count("not tried with a torch as new") == 1
+    assert done.stderr.startswith("<string>:3: UserWarning")
+
+
 # What each name does.
 
 
 def find_owner(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        return importlib.import_module(path)
     except ModuleNotFoundError:
         return getattr(find_owner(module), name)
 
@@ -288,7 +406,7 @@ def test_versions_count_writes() -> None:
 
 def test_the_profiler_is_noticed() -> None:
     assert not torch_private.is_profiler_enabled()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):  # torch 2.10 warns about the default
         assert torch_private.is_profiler_enabled()
 
 

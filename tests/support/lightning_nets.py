@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -65,6 +66,46 @@ class ByHand(Net):
         optimizer.step()
 
 
+class Adversaries(Net):
+    """Two nets that train against each other by hand, each with the other's parameters switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).double()
+
+    def training_step(self, batch: Tensor, _: int) -> None:
+        self.wrapper = type(self.trainer.strategy.model).__module__
+        for_generator, for_judge = self.optimizers()
+        made = self.generator(batch.flip(0))
+        self._step(for_generator, -self.layers(made).mean())
+        self._step(for_judge, self.layers(made.detach()).mean() - self.layers(batch).mean())
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=0.1) for net in (self.generator, self.layers)]
+
+
+class Normed(Net):
+    """With batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(8).double())
+
+
+CALLBACKS = {
+    "SWA": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+    "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
+}
+
+
 def trainer(strategy: Any, **options: Any) -> lightning.Trainer:
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -83,5 +124,7 @@ def trainer(strategy: Any, **options: Any) -> lightning.Trainer:
 def fit(rank: int, strategy: Any, net: Net, rows: list[int] | None = None, **options: Any) -> Net:
     batches = DataLoader(Batches(rank, rows or [3] * BATCHES), batch_size=None)
     resumed: Path | None = options.pop("resume", None)
+    if "callback" in options:
+        options["callbacks"] = [CALLBACKS[options.pop("callback")]()]
     trainer(strategy, **options).fit(net, batches, ckpt_path=resumed, weights_only=False)
     return net

@@ -66,7 +66,13 @@ def in_rank(
         _wait_for(text, out, err)
         os.kill(pid, signum)
     _, status = os.waitpid(pid, 0)
-    return Ran(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), _marked(str(folder)))
+    printed = without_gloos(out.read_text())
+    return Ran(os.waitstatus_to_exitcode(status), printed, err.read_text(), marked(str(folder)))
+
+
+def without_gloos(text: str) -> str:
+    """What was printed, without gloo's lines about who is connected, which some versions of torch have."""
+    return "".join(line for line in text.splitlines(keepends=True) if "[Gloo] Rank" not in line)
 
 
 def _be_the_command(
@@ -99,7 +105,7 @@ def _wait_for(text: str, *files: Path) -> None:
         time.sleep(0.02)
 
 
-def _marked(folder: str) -> list[int]:
+def marked(folder: str) -> list[int]:
     """Processes of the command, other than this one."""
     mark, found = f"{MARK}={folder}".encode(), []
     for entry in Path("/proc").iterdir():

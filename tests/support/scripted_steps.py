@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.buckets.bucket_set import BucketSet
+from paceline.ddp.buckets.bucket_set import BucketOptions, BucketSet
 from paceline.ddp.buckets.plan import BucketPlan, Slot
 from paceline.ddp.exchange.average import Average
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.readiness import Readiness
-from paceline.ddp.reducer.step import Step, StepContext
+from paceline.ddp.reducer.step import Step
+from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, ReportLayout, StepSummary
 from paceline.ddp.reducer.weights import Weights
 from paceline.ddp.state.buffers import ModuleBuffers
@@ -51,6 +52,7 @@ def step_context(
     weights: Weights | None = None,
     sparse: Collection[int] = (),
     skip_unused: bool = False,
+    bucket_options: BucketOptions | None = None,
 ) -> StepContext:
     """What a step of these parameters works with; ``plan`` has the slots of each bucket."""
     slots = slots_of(parameters, sparse=sparse)
@@ -68,7 +70,7 @@ def step_context(
             parameters,
             report_numel=layout.numel,
             report_in_bucket=how.carries_report,
-            as_views=False,
+            options=bucket_options or BucketOptions(),
             empty=group.empty,
         ),
         layout=layout,

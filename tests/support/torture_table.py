@@ -1,9 +1,10 @@
 """Runs the torture suite with torch's wrapper and with paceline's, and puts the results into the docs.
 
-python tests/support/torture_table.py [--write] [--only WORD]
+python tests/support/torture_table.py [--write | --ours FILE] [--only WORD]
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -34,13 +35,18 @@ def main() -> None:
         "--write", action="store_true", help="put the results into docs/figures.json and the pages"
     )
     parser.add_argument("--only", default="", help="only the cases whose name has this word")
+    parser.add_argument("--ours", type=Path, help="only paceline's wrapper; put the results into a JSON file")
     options = parser.parse_args()
-    if options.write and options.only:
-        parser.error("--write needs every case: leave out --only")
+    if options.write and (options.only or options.ours):
+        parser.error("--write needs every case and side: leave out --only and --ours")
     # What the ranks would say about torch's limits is what the table is for.
     os.environ |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    selected = [case for case in CASES.values() if options.only in case.name]
+    if options.ours:
+        options.ours.write_text(json.dumps({case.name: end_of_ours(case) for case in selected}, indent=1))
+        return
     cases = {}
-    for case in [case for case in CASES.values() if options.only in case.name]:
+    for case in selected:
         cases[case.name] = ends(case)
         sys.stdout.write(f"{case.name}: {'; '.join(cases[case.name])}\n")
         sys.stdout.flush()
@@ -55,9 +61,12 @@ def ends(case: Case) -> list[str]:
     """How the case ends on each side."""
     default = finding(case, Wrapper("torch"))
     flags, best = best_of_torch(case, default)
-    ours = worst([finding(case, wrapper) for wrapper in paceline_wrappers()])
     flagged = f" ({', '.join(f'`{flag}`' for flag in flags)})" if flags else ""
-    return [default.verdict, f"{best.verdict}{flagged}", ours.verdict]
+    return [default.verdict, f"{best.verdict}{flagged}", end_of_ours(case)]
+
+
+def end_of_ours(case: Case) -> str:
+    return worst([finding(case, wrapper) for wrapper in paceline_wrappers()]).verdict
 
 
 def paceline_wrappers() -> list[Wrapper]:

@@ -1,6 +1,7 @@
 """torch's wrapper and ours by name, a module for them, and what ranks compare."""
 
 import builtins
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,11 +16,14 @@ from torch.autograd import profiler
 import paceline.nn.parallel
 from paceline import MixedPrecision
 from paceline.comm import pending
+from paceline.comm.native_threads import wait_until_asleep
 
 WRAPPERS: dict[str, Any] = {
     "torch": torch.nn.parallel.DistributedDataParallel,
     "paceline": paceline.nn.parallel.DistributedDataParallel,
 }
+# What the installed torch's wrapper takes; older versions lack some of what ours takes in each.
+TORCHS_OPTIONS = frozenset(inspect.signature(WRAPPERS["torch"]).parameters)
 WIDTH = 4
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -32,6 +36,16 @@ def refusal(act: Callable[[], object]) -> tuple[str, str] | None:
         kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == builtins.__name__]
         return kinds[0], str(error)
     return None
+
+
+def options_for(wrapper: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options as this wrapper takes them: without those of no effect on results that torch lacks."""
+    if wrapper == "paceline":
+        return options
+    named = dict(options)
+    if "forward_sync_buffers" in options and "forward_sync_buffers" not in TORCHS_OPTIONS:
+        named["broadcast_buffers"] = named.pop("forward_sync_buffers")
+    return {name: value for name, value in named.items() if name in TORCHS_OPTIONS}
 
 
 class Net(nn.Module):
@@ -107,4 +121,5 @@ def collectives(act: Callable[[], object]) -> Counter[str]:
     """Every collective that ``act`` begins, as torch's profiler sees them."""
     with profiler.profile() as profile:
         act()
+        wait_until_asleep()  # gloo's threads say that a collective is over before the profiler knows it
     return Counter(event.name for event in profile.function_events if event.name.startswith("gloo:"))

@@ -1,6 +1,8 @@
 """One process group, and the collectives on it that the rest of paceline uses."""
 
+import functools
 import itertools
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,28 +12,35 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import torch_private
+from paceline.comm import python_groups
+from paceline.comm.backend.process_group import PacelineGroup
 from paceline.comm.host_leaders import HostLeaders, open_process_group
 from paceline.comm.peer_notes import PeerNotes
-from paceline.comm.pending import ChunksPending, Pending, WorkPending
+from paceline.comm.pending import ChunksPending, OnSlow, Pending, WorkPending
 from paceline.comm.shm.local_ranks import LocalRanks
 from paceline.comm.shm.transport import SharedMemoryTransport, local_ranks_of
-from paceline.errors import OptionError, WrapError
+from paceline.errors import OptionError, StepError, WrapError
 
 # Long messages of bytes are sent in chunks. When they are sent whole, in both directions at once,
 # acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in chunks
 # 220 ms, which is what the wire needs.
 _CHUNK_BYTES = 256 * 1024
-# Numbers the Groups of one process group in the order in which they are made, the same on every rank.
-_group_numbers: dict[str, "itertools.count[int]"] = {}
+# Numbers the Groups of one process group in the order in which they are made, the same on every rank. Ranks
+# may be threads of one process.
+_group_numbers: dict[tuple[str, int], "itertools.count[int]"] = {}
+_CPU = torch.device("cpu")
 
 
 class Group:
     """One process group: rank, size, backend, and the collectives that data parallelism needs.
 
     Args:
-        process_group: a group of torch.distributed.
+        process_group: any ``torch.distributed.ProcessGroup``. Its name, store, timeout and backend are used
+            if it has them; without a store, errors do not say which ranks are missing, nor why.
 
     Attributes:
+        name: torch's name for the group, or one that only this process knows.
+        may_change: whether its ranks may be others in each step, see ``python_groups.may_change``.
         shared: the shared memory that collectives go through; None if they go over the process group.
         peer_notes: notes that ranks leave for each other when something goes wrong.
     """
@@ -40,18 +49,34 @@ class Group:
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self.name: str = process_group.group_name
+        self.name = python_groups.name_of(process_group)
+        self.may_change = python_groups.may_change(process_group)
         self.shared: SharedMemoryTransport | None = None
+        self._read_timeout = functools.partial(torch_private.timeout_of, process_group)
         self._local_ranks: LocalRanks | None = None
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
-        number = next(_group_numbers.setdefault(self.name, itertools.count()))
-        self.peer_notes = PeerNotes(process_group.get_group_store(), number, rank=self.rank, size=self.size)
+        number = next(_group_numbers.setdefault((self.name, self.rank), itertools.count()))
+        self.peer_notes = PeerNotes(
+            process_group.get_group_store(), f"{self.name}/{number}", rank=self.rank, size=self.size
+        )
 
     @property
     def backend(self) -> str:
-        """The backend's name, such as gloo or nccl."""
-        return str(distributed.get_backend(self.process_group))
+        """The backend's name, such as gloo; the class of a group that torch.distributed does not know."""
+        if self._is_known:
+            return str(distributed.get_backend(self.process_group))
+        return type(self.process_group).__name__
+
+    def count_ranks(self) -> int:
+        """Ask a group whose ranks may change how many it has now; waits until they have met."""
+        self.size = self.process_group.size()
+        if not self.size:
+            raise StepError(
+                "the process group has no ranks yet; with torchft, start a quorum before backward, by "
+                "manager.start_quorum() or by zero_grad() of its optimizer"
+            )
+        return self.size
 
     @property
     def gloo_threads(self) -> int:
@@ -60,18 +85,31 @@ class Group:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The members' ranks in the default group."""
-        return distributed.get_process_group_ranks(self.process_group)
+        """The members' ranks in the default group; in this group if torch.distributed does not know it."""
+        if self._is_known:
+            return distributed.get_process_group_ranks(self.process_group)
+        return list(range(max(self.size, 1)))
 
     @property
     def world(self) -> int:
-        """The number of processes of the default group."""
-        return distributed.get_world_size()
+        """The number of processes of the default group; of this one if torch.distributed does not know it."""
+        return distributed.get_world_size() if self._is_known else max(self.size, 1)
+
+    @property
+    def _wants_calls(self) -> bool:
+        """Whether somebody wrote the group's collectives in Python, to be called."""
+        group = self.process_group
+        return python_groups.is_in_python(group) and not isinstance(group, PacelineGroup)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether torch.distributed made the group."""
+        return torch_private.is_open(self.process_group)
 
     @property
     def timeout(self) -> timedelta:
         """How long ranks wait for each other."""
-        return torch_private.timeout_of(self.process_group)
+        return self._read_timeout()
 
     def share_memory(self, *, nbytes: int) -> None:
         """Reduce in shared memory from now on, where ranks share any; every rank calls this at once.
@@ -79,7 +117,9 @@ class Group:
         Args:
             nbytes: how much shared memory each rank will need.
         """
-        if self.size == 1 or (local_ranks := local_ranks_of(self.process_group, self)) is None:
+        if self.size == 1 or not self._is_known or self._wants_calls:
+            return
+        if (local_ranks := local_ranks_of(self.process_group, self)) is None:
             return
         channel = local_ranks.open_channel(self, nbytes=nbytes, timeout=self.timeout.total_seconds())
         if channel is not None:
@@ -125,13 +165,19 @@ class Group:
         """Begin to add up a tensor over the ranks, in place."""
         if self.shared is not None and self.shared.takes(tensor):
             return self.shared.all_reduce(tensor)
-        return WorkPending(self.process_group.allreduce([tensor], self._sum), tensor)
+        work = self.process_group.allreduce([tensor], self._sum)
+        return WorkPending(work, tensor, self._read_timeout, drops_failures=self.may_change)
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
         """As ``all_reduce``, but never in shared memory; the future has a list of the one tensor."""
-        future: torch.futures.Future[list[Tensor]] = self.process_group.allreduce(
-            [tensor], self._sum
-        ).get_future()
+        work = self.process_group.allreduce([tensor], self._sum)
+        future: torch.futures.Future[list[Tensor]]
+        try:
+            future = work.get_future()
+        except (NotImplementedError, RuntimeError):  # a work in Python need not have one
+            future = torch.futures.Future()
+            pending = WorkPending(work, tensor, self._read_timeout, drops_failures=self.may_change)
+            future.set_result([pending.wait(lambda: None)])
         return future
 
     def all_gather(self, row: Tensor) -> Pending:
@@ -140,43 +186,85 @@ class Group:
 
     def _gather_chunk(self, row: Tensor) -> Pending:
         rows = row.new_empty((self.size, row.shape[1]))
-        return WorkPending(self.process_group._allgather_base(rows, row.contiguous()), rows)
+        if self._lacks("_allgather_base"):
+            work = python_groups.all_gather(self.process_group, row.contiguous(), rows)
+        else:
+            work = self.process_group._allgather_base(rows, row.contiguous())
+        return WorkPending(work, rows, self._read_timeout)
+
+    def _lacks(self, method: str) -> bool:
+        """Whether the group is written in Python and has no such method."""
+        group = self.process_group
+        return python_groups.is_in_python(group) and not python_groups.has_own(group, method)
 
     def all_to_all(self, rows: Tensor) -> Pending:
         """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
         return ChunksPending([self._exchange_chunk(chunk) for chunk in rows.split(_CHUNK_BYTES, dim=1)])
 
     def _exchange_chunk(self, rows: Tensor) -> Pending:
+        if self._lacks("alltoall_base"):
+            return _OwnRows(self._gather_chunk(rows.reshape(1, -1)), self.rank, rows.shape)
         rows = rows.contiguous()
         received = torch.empty_like(rows)
-        return WorkPending(self.process_group.alltoall_base(received, rows, [], []), received)
+        work = self.process_group.alltoall_base(received, rows, [], [])
+        return WorkPending(work, received, self._read_timeout)
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank, many in one message."""
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         if tensors and self.shared is not None and on_cpu:
             self.shared.broadcast(tensors, source=source, bytes_at_once=bytes_at_once)
+        elif tensors and python_groups.is_in_python(self.process_group):
+            python_groups.broadcast(self.process_group, tensors, source=source, bytes_at_once=bytes_at_once)
         elif tensors:
             torch_private.broadcast_coalesced(self.process_group, list(tensors), bytes_at_once, source)
 
     def gather_bytes(self, own: bytes, device: torch.device) -> list[bytes]:
         """Every rank's bytes, of the same length on all ranks."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(everyone, mine, group=self.process_group)
-        return [bytes(theirs.tolist()) for theirs in everyone]
+        everyone = self.all_gather(mine.view(1, -1)).wait(lambda: None)
+        return [bytes(theirs) for theirs in everyone.tolist()]
 
-    def gather_objects(self, own: object) -> list[Any]:
-        """Every rank's object."""
-        everyone: list[Any] = [None] * self.size
-        distributed.all_gather_object(everyone, own, group=self.process_group)
-        return everyone
+    def gather_objects(self, own: object, device: torch.device = _CPU) -> list[Any]:
+        """Every rank's object.
+
+        Args:
+            own: this rank's.
+            device: where to send it from, if torch.distributed does not know the group and so its devices.
+        """
+        if self._is_known:
+            everyone: list[Any] = [None] * self.size
+            distributed.all_gather_object(everyone, own, group=self.process_group)
+            return everyone
+        mine = pickle.dumps(own)
+        sizes = [int.from_bytes(theirs) for theirs in self.gather_bytes(len(mine).to_bytes(8), device)]
+        texts = self.gather_bytes(mine.ljust(max(sizes), b"\0"), device)
+        return [pickle.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]  # noqa: S301  # our own ranks'
 
     def gather_objects_to(self, own: object, *, to: int) -> list[Any] | None:
         """Every rank's object, on one rank of the group; None on the others."""
+        if not self._is_known:
+            gathered = self.gather_objects(own)
+            return gathered if self.rank == to else None
         everyone: list[Any] | None = [None] * self.size if self.rank == to else None
         distributed.gather_object(own, everyone, group=self.process_group, group_dst=to)
         return everyone
+
+
+class _OwnRows:
+    """Of every rank's rows for everyone, those for this rank."""
+
+    def __init__(self, gathered: Pending, rank: int, shape: torch.Size) -> None:
+        self._gathered = gathered
+        self._rank = rank
+        self._shape = shape
+
+    def wait(self, on_slow: OnSlow) -> Tensor:
+        everyone: Tensor = self._gathered.wait(on_slow)
+        return everyone.view(self._shape[0], *self._shape)[:, self._rank].contiguous()
+
+    def done(self) -> bool:
+        return self._gathered.done()
 
 
 def default_process_group() -> Any:

@@ -52,7 +52,7 @@ class LeadersPending(WorkPending):
     _first_look = _next_look = timedelta(seconds=0.1)
 
     def __init__(self, work: Any, tensor: Tensor, ranks: Sequence[int]) -> None:
-        super().__init__(work, tensor)
+        super().__init__(work, tensor, lambda: timedelta.max)  # gloo's works have an end themselves
         self._ranks = ranks
 
     def wait(self, on_slow: OnSlow) -> Tensor:

@@ -17,17 +17,22 @@ class PeerNotes:
     """Notes that the ranks of one wrapper leave for each other.
 
     Args:
-        store: the group's key-value store.
-        wrapper: the number of the wrapper among those of the group.
+        store: the group's key-value store; None if it has none, and then no note is ever found.
+        wrapper: a text that names the wrapper on all ranks.
         rank: this rank.
         size: the number of ranks.
     """
 
-    def __init__(self, store: Any, wrapper: int, *, rank: int, size: int) -> None:
+    def __init__(self, store: Any, wrapper: str, *, rank: int, size: int) -> None:
         self._store = store
         self._wrapper = wrapper
         self._rank = rank
         self._size = size
+
+    @property
+    def can_be_left(self) -> bool:
+        """Whether notes reach the other ranks."""
+        return self._store is not None
 
     def note_waiting(self, step: int, bucket: int) -> None:
         """Note that this rank waits for a bucket of a step."""
@@ -58,8 +63,9 @@ class PeerNotes:
     def wait_until_all_stopped(self, step: int) -> dict[int, str]:
         """What ``stopped`` returns once every rank has stopped, or after ten seconds."""
         keys = [self._key(f"stopped/{step}/{rank}") for rank in range(self._size)]
-        with contextlib.suppress(*_STORE_ERRORS):
-            self._store.wait(keys, _ALL_STOPPED_TIMEOUT)
+        if self._store is not None:
+            with contextlib.suppress(*_STORE_ERRORS):
+                self._store.wait(keys, _ALL_STOPPED_TIMEOUT)
         return self.stopped(step)
 
     def _waits_for(self, rank: int) -> tuple[int, int]:
@@ -71,10 +77,13 @@ class PeerNotes:
 
     def _write(self, key: str, text: str) -> None:
         # The error that is about to be raised says more than a second one about the store would.
-        with contextlib.suppress(*_STORE_ERRORS):
-            self._store.set(self._key(key), text)
+        if self._store is not None:
+            with contextlib.suppress(*_STORE_ERRORS):
+                self._store.set(self._key(key), text)
 
     def _read(self, key: str) -> str | None:
+        if self._store is None:
+            return None
         try:
             key = self._key(key)
             return self._store.get(key).decode() if self._store.check([key]) else None

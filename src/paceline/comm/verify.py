@@ -19,7 +19,7 @@ def check_same(group: Group, parameters: Views, options: Views, device: torch.de
     digest = hashlib.sha256(repr((parameters, options)).encode()).digest()
     if len(set(group.gather_bytes(digest, device))) == 1:
         return
-    everyone = group.gather_objects((list(parameters), list(options)))
+    everyone = group.gather_objects((list(parameters), list(options)), device)
     for rank, (theirs, their_options) in enumerate(everyone):
         _compare(everyone[0][0], theirs, rank)
         _compare(everyone[0][1], their_options, rank)

@@ -1,23 +1,44 @@
-"""The reducer of a wrapper, made from its options."""
+"""A wrapper's start: all ranks begin from the same model, and its reducer is made from its options."""
 
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import Group
+from paceline.comm.verify import check_same
+from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.buckets.plan import BucketCaps
+from paceline.ddp.compat.logging_data import log_environment
 from paceline.ddp.compat.strict import Strict
 from paceline.ddp.exchange.average import Average, LowPrecisionAverage
 from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.after_step import AfterStep
+from paceline.ddp.reducer.group_turns import turns_of
+from paceline.ddp.reducer.manual_finalization import ManualFinalization
 from paceline.ddp.reducer.planner import Planner
-from paceline.ddp.reducer.reducer import BucketOptions, Reducer
+from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.state.buffers import ModuleBuffers
-from paceline.ddp.state.parameters import ReducedParameters
+from paceline.ddp.state.parameters import ReducedParameters, check_shards, describe_slots
 from paceline.ddp.state.precision import Precision
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError
 from paceline.options import WrapperOptions
 from paceline.torch_private import fuse_reductions
+
+
+def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *, bytes_at_once: int) -> None:
+    """Check that all ranks wrapped the same model, and give them rank 0's values."""
+    log_environment(f"rank {group.rank} wraps {type(wrapped.module).__name__}")
+    if group.may_change and group.size < 2:
+        return  # nobody has met yet, and who comes later is given the state by others
+    turns_of(group.name, group.rank).finish_launched()
+    check_shards(wrapped.params, group)
+    if options.init_sync:
+        check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
+    if options.may_share_memory:
+        wrapped.share_memory(group)
+    if options.init_sync:
+        buffers = options.syncs_buffers_at_start
+        wrapped.broadcast(group, buffers=buffers, source=0, bytes_at_once=bytes_at_once)
 
 
 def build_reducer(
@@ -35,16 +56,36 @@ def build_reducer(
         ReducedParameters(wrapped.params),
         group,
         Average(group) if precision is None else LowPrecisionAverage(group),
-        _planner(wrapped, options),
+        _planner(wrapped, options, group),
         buffers,
         make_recorder(wrapped.module, slots, parameters, caps=options.caps.sizes, device=wrapped.device),
         AfterStep(parameters, precision),
         BucketOptions(
             as_views=options.gradient_as_bucket_view,
+            lazy=options.lazy_bucket_allocation,
             dtype=None if precision is None else precision.reduce_dtype,
         ),
         strict=_strict(wrapped, group, options, static_graph=static_graph) if options.strict else None,
     )
+
+
+def manual_finalization(
+    reducer: Reducer, options: WrapperOptions, *, in_graph: bool, required: bool
+) -> ManualFinalization:
+    """What lets the user end the reducer's steps; ``required`` if the user does so from the start."""
+    refusal = None
+    if in_graph:
+        refusal = "not supported with the Python reducer, which averages in a compiled graph"
+    elif options.strict and all(slot.delayed for slot in reducer.context.parameters.slots):
+        refusal = "not supported when all DDP parameters use delay_all_reduce_named_params (strict mode)"
+    finalization = ManualFinalization(
+        reducer,
+        None if refusal is None else f"Manual backward finalization is {refusal}",
+        always_after_backward=options.mixed_precision is not None,
+    )
+    if required:
+        finalization.require(required=True)
+    return finalization
 
 
 def make_precision(wrapped: WrappedModule, options: WrapperOptions) -> Precision | None:
@@ -53,13 +94,15 @@ def make_precision(wrapped: WrappedModule, options: WrapperOptions) -> Precision
     return None if policy is None else Precision(policy, wrapped.module, wrapped.ignored)
 
 
-def _planner(wrapped: WrappedModule, options: WrapperOptions) -> Planner:
+def _planner(wrapped: WrappedModule, options: WrapperOptions, group: Group) -> Planner:
+    caps = BucketCaps(options.caps.sizes)
     return Planner(
         wrapped.params.slots,
         wrapped.params.trainable,
-        first_caps=BucketCaps(options.caps.first_sizes),
-        caps=BucketCaps(options.caps.sizes),
-        rebuild=options.rebuilds_plan,
+        # One bucket would be allocated whole with the first gradient.
+        first_caps=caps if options.lazy_bucket_allocation else BucketCaps(options.caps.first_sizes),
+        caps=caps,
+        rebuild=options.rebuilds_plan and not group.may_change,
     )
 
 

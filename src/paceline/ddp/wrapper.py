@@ -2,51 +2,36 @@
 
 import contextlib
 import copy
-import functools
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import group as groups
 from paceline.comm import rpc
 from paceline.comm.group import Group
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook
-from paceline.comm.verify import check_same
-from paceline.ddp.build import build_reducer, make_precision, reduce_in_graph
+from paceline.comm.torch_distributed import Join, Joinable, JoinAlone, JoinHook
+from paceline.ddp import build
 from paceline.ddp.compat import torch_wrapper
-from paceline.ddp.compat.logging_data import LoggingData, log_environment
+from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_names import TorchNames, add_torch_names
 from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
-from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.state.buffers import BufferHookLocation, BufferSettings, ModuleBuffers
-from paceline.ddp.state.parameters import check_shards, delayed_names, describe_slots
-from paceline.ddp.state.wrapped_module import wrap_module
+from paceline.ddp.state.parameters import delayed_names
+from paceline.ddp.state.wrapped_module import attribute_of, wrap_module
 from paceline.errors import UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
 from paceline.options import CapOptions, WrapperOptions, strict_mode
 from paceline.recording.recorder import Recorder
 from paceline.torch_private import FIRST_BUCKET_BYTES
 from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
-
-
-def _kept_in(part: str, name: str, doc: str) -> Any:
-    """An attribute that torch's users read and set on the wrapper, and that one of its parts keeps."""
-
-    def read(self: Any) -> Any:
-        return getattr(getattr(self, part), name)
-
-    def write(self: Any, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
-
-    return property(read, write, doc=doc)
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -82,6 +67,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: MiB of each bucket in turn.
         batched_grad_copy: accepted for compatibility, no effect: small gradients are always copied together.
         forward_sync_buffers: make module buffers equal to those of rank 0 before each forward; the default.
+        lazy_bucket_allocation: allocate a bucket's memory when its first gradient is ready, and release it
+            when ``zero_grad()`` has dropped its gradients. Saves memory in forward, and costs time.
         rebuild_plan: after the first backward, order buckets as the gradients became ready.
         strict: raise where torch's wrapper raises; by default as the environment variable
             ``PACELINE_STRICT`` says.
@@ -96,19 +83,21 @@ class DistributedDataParallel(nn.Module, Joinable):
     _get_active_ddp_module = staticmethod(torch_wrapper.active_wrapper)
     _active_ddp_module = torch_wrapper.ActiveWrapper()
 
-    require_backward_grad_sync: bool = _kept_in(
+    _finalizes_manually = False  # of the class, because older pickles have none
+
+    require_backward_grad_sync: bool = torch_wrapper.kept_in(
         "_reducer", "syncs", "Whether a backward is synced; ``no_sync`` switches it off."
     )
-    require_forward_param_sync: bool = _kept_in(
+    require_forward_param_sync: bool = torch_wrapper.kept_in(
         "_buffer_settings", "required", "Whether the next forward may make module buffers equal."
     )
-    forward_sync_buffers: bool = _kept_in(
+    forward_sync_buffers: bool = torch_wrapper.kept_in(
         "_buffer_settings", "in_forward", "Whether forwards make module buffers equal."
     )
-    broadcast_buffers: bool = _kept_in(
+    broadcast_buffers: bool = torch_wrapper.kept_in(
         "_buffer_settings", "in_forward", "The older name of ``forward_sync_buffers``."
     )
-    broadcast_bucket_size: int = _kept_in(
+    broadcast_bucket_size: int = torch_wrapper.kept_in(
         "_buffer_settings", "bytes_at_once", "Bytes per broadcast of parameters and module buffers."
     )
 
@@ -134,11 +123,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         rebuild_plan: bool = True,
         strict: bool | None = None,
         share_attributes: bool = False,
-        transport: str = "auto",
+        transport: Literal["auto", "c10d"] = "auto",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -158,6 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             mixed_precision=mixed_precision,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
             rebuild_plan=rebuild_plan,
             strict=strict_mode(asked=strict),
             share_attributes=share_attributes,
@@ -165,39 +156,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self.module = module
         self.static_graph = False
-        self._buffer_settings = BufferSettings(in_forward=self._options.syncs_buffers_in_forward)
         self._use_python_reducer = reduces_in_graph()
         self._wrapped = wrap_module(
             module, self._options.delayed, device_ids=device_ids, output_device=output_device
         )
         self._group = Group(self.process_group)
-        self._start_equal()
+        self._buffer_settings = BufferSettings(
+            in_forward=self._options.syncs_buffers_in_forward(ranks_change=self._group.may_change)
+        )
+        build.start_equal(self._wrapped, self._group, self._options, bytes_at_once=self.broadcast_bucket_size)
         self._build_parts()
         if static_graph:
             TorchNames(self)._set_static_graph()
 
-    def _start_equal(self) -> None:
-        """Check that all ranks wrapped the same model, and give them rank 0's values."""
-        wrapped, options = self._wrapped, self._options
-        log_environment(f"rank {self._group.rank} wraps {type(wrapped.module).__name__}")
-        check_shards(wrapped.params, self._group)
-        if options.init_sync:
-            check_same(self._group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
-        if options.may_share_memory:
-            wrapped.share_memory(self._group)
-        if options.init_sync:
-            wrapped.broadcast(
-                self._group,
-                buffers=options.syncs_buffers_at_start,
-                source=0,
-                bytes_at_once=self.broadcast_bucket_size,
-            )
-
     def _build_parts(self) -> None:
         """Build what a copy of the wrapper does not take over."""
         self._module_buffers = ModuleBuffers(self.module, self._wrapped.ignored, self._buffer_settings)
-        self._precision = make_precision(self._wrapped, self._options)
-        self._reducer = build_reducer(
+        self._precision = build.make_precision(self._wrapped, self._options)
+        self._reducer = build.build_reducer(
             self._wrapped,
             self._group,
             self._module_buffers,
@@ -205,12 +181,18 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._options,
             static_graph=self.static_graph,
         )
+        self._finalization = build.manual_finalization(
+            self._reducer,
+            self._options,
+            in_graph=self._use_python_reducer,
+            required=self._finalizes_manually,
+        )
         self._logging = LoggingData(self._wrapped, self._reducer, self._options)
         self._uneven_inputs = UnevenInputs(self._wrapped, self._reducer, self._module_buffers)
         self._holds_wrapper = torch_wrapper.holds_wrapper(self.module)
         self._accum_grad_hooks: Sequence[RemovableHandle] = ()
         if self._use_python_reducer:
-            self._accum_grad_hooks = reduce_in_graph(self._reducer, self._wrapped, self._options)
+            self._accum_grad_hooks = build.reduce_in_graph(self._reducer, self._wrapped, self._options)
             # In an attribute, so that the module's forward is traced, and not ours.
             setattr(self, "forward", MethodType(_forward_of_module, self))  # noqa: B010  # mypy refuses to assign to a method
 
@@ -232,12 +214,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @untraced_with_calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.is_grad_enabled():
+            self._reducer.check_finalized()
+            self.recorder.forward_began()
         synced = self._syncs_now()
         if synced:
             self._logging.begin_forward()
-        if torch.is_grad_enabled():
-            self.recorder.forward_began()
         if self._join_config.enable:
+            self._reducer.turns.finish_launched()
             self._uneven_inputs.begin_forward(self, synced=synced)
         if torch.is_grad_enabled():
             is_inside = torch_wrapper.active_wrapper() is not None
@@ -271,13 +255,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.recorder.forward_ended()
             if synced:
                 self._reducer.turns.expect(self._reducer)
-            begins = functools.partial(_begin_backward, weakref.ref(self._reducer), synced=synced)
             if (context := rpc.current_context()) is not None:
                 output = self._reducer.watch_context(context, output)
-            at_start_of_backward(rpc.leaves(output), begins, but=rpc.leaves(given))
+            at_start_of_backward(
+                rpc.leaves(output), self._reducer.begin, synced=synced, but=rpc.leaves(given)
+            )
         return output
 
     def _sync_buffers(self) -> None:
+        self._reducer.turns.finish_launched()
         self._reducer.after_step.wait_after_step(self._module_buffers.sync(self._group))
 
     def _syncs_now(self) -> bool:
@@ -322,7 +308,33 @@ class DistributedDataParallel(nn.Module, Joinable):
         with self.weigh(weight):
             loss.backward()
 
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether backward only launches reductions, and ``finalize_backward`` has to follow."""
+        return self._finalizes_manually
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        with self._logging.noting_errors():
+            self._finalization.require(required=required)
+        self._finalizes_manually = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether ``finalize_backward`` must come after the next backward, not in a hook inside it."""
+        return self._finalization.comes_after_backward
+
+    @untraced_with_calls
+    def finalize_backward(self) -> None:
+        """Wait for the reductions that backward has launched, and make the averages ``.grad``.
+
+        Call it once for each synced backward, after it and before the optimizer's step. A backward hook may
+        call it as soon as all gradients are there, unless ``should_finalize_after_backward``.
+        """
+        with self._logging.noting_errors():
+            self._finalization.finalize()
+
+    def register_comm_hook(self, state: Any, hook: Hook | Callable[[Any, Any], Future[Tensor]]) -> None:
         """Reduce buckets by a hook of ``(state, bucket)`` that returns a future of the reduced buffer.
 
         Or by one of ``paceline.hooks``, with None for the state.
@@ -351,7 +363,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A rank without inputs takes part in the others' collectives without contributing. At the end every
         rank has the model of one that had inputs to the last, and the state of its optimizers. Each synced
-        forward needs its backward.
+        forward needs its backward, and with manual finalization its ``finalize_backward``.
 
         Args:
             divide_by_initial_world_size: divide sums by the number of all ranks, so that each sample counts
@@ -360,8 +372,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             enable: False for inputs known to be even: then ranks exchange nothing about their inputs.
             throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
         """
-        return Join(
-            [self],
+        return JoinAlone(
+            self,
+            self._uneven_inputs.end_launched_step if enable else lambda: None,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -407,11 +420,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         except AttributeError:
             if not self._shares(name):
                 raise
-        # Outside the try, and past the module's own search: an error inside a property is shown as it is.
-        static = getattr(type(self.module), name, None)
-        if isinstance(static, property) and static.fget is not None:
-            return static.fget(self.module)
-        return getattr(self.module, name)
+        # Outside the try: an error inside a property is shown as it is.
+        return attribute_of(self.module, name)
 
     def _shares(self, name: str) -> bool:
         options = self.__dict__.get("_options")  # not there yet while a copy is made
@@ -447,15 +457,9 @@ add_torch_names(DistributedDataParallel)
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (
     *("process_group", "_group", "_module_buffers", "_precision", "_reducer", "_logging"),
-    *("_uneven_inputs", "_accum_grad_hooks", "forward"),
+    *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward"),
 )
 
 
 def _forward_of_module(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
     return self.module(*inputs, **kwargs)
-
-
-def _begin_backward(reducer: "weakref.ref[Reducer]", *, synced: bool) -> None:
-    # Weakly: a module that keeps its output would keep, through it, the wrapper that keeps the module.
-    if (alive := reducer()) is not None:
-        alive.begin(synced=synced)

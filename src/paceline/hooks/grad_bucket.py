@@ -50,7 +50,16 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Each gradient, as a view of the buffer."""
-        return [self._buffer] if self._buffer.is_sparse else [*self._bucket.views]
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        own = self._bucket.gradients
+        if self._buffer is own:
+            return [*self._bucket.views]
+        moved = self._buffer.storage_offset() - own.storage_offset()
+        return [
+            self._buffer.as_strided(view.shape, view.stride(), moved + view.storage_offset())
+            for view in self._bucket.views
+        ]
 
     def parameters(self) -> list[Parameter]:
         """The parameters, in the order of the gradients."""

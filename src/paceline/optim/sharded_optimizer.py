@@ -56,6 +56,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 "the first argument of a ShardedOptimizer must be paceline's wrapper; parameters come third: "
                 f"ShardedOptimizer(ddp, torch.optim.Adam, params, lr=...) (given: {type(wrapper).__name__})"
             )
+        if wrapper._group.may_change:
+            raise OptionError("the state cannot be split over the ranks of a process group that may change")
         self._wrapper = wrapper
         self._group = wrapper._group
         self._owned_bytes = [0] * self._group.size
@@ -102,6 +104,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             _copy_options(self, self._local_optimizer)
             self._local_optimizer.step()
         finally:
+            self._wrapper._reducer.turns.finish_launched()
             # Also after an error on this rank: the others are about to receive, and would wait.
             self._broadcast_shares()
         _copy_options(self._local_optimizer, self)

@@ -15,6 +15,7 @@ from paceline.errors import LateRankError
 
 # How often a wait for a rank that never comes calls ``on_slow`` before it raises.
 _CALLS_BEFORE_TIMEOUT = 3
+_CPU = torch.device("cpu")
 _numbers = itertools.count()
 
 
@@ -86,6 +87,7 @@ class ScriptedGroup:
         backend: the name of the backend.
         timeout: how long ranks would wait for each other.
         global_ranks: the members' ranks in the default group.
+        may_change: whether ranks may be others in each step; set ``size`` to change their number.
 
     Attributes:
         calls: the collectives that this rank called, in order.
@@ -103,6 +105,7 @@ class ScriptedGroup:
         backend: str = "gloo",
         timeout: timedelta = timedelta(minutes=30),
         global_ranks: Sequence[int] | None = None,
+        may_change: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be between 0 and size - 1 (rank: {rank}, size: {size})")
@@ -115,6 +118,7 @@ class ScriptedGroup:
         self.world = max(size, *(member + 1 for member in self.global_ranks))
         self.gloo_threads = 1
         self.process_group: Any = None
+        self.may_change = may_change
         self.shared: Any = None
         self.calls: list[ScriptedCall] = []
         self.waits: list[int] = []
@@ -125,7 +129,11 @@ class ScriptedGroup:
 
     def notes_of(self, rank: int) -> PeerNotes:
         """The notes as another rank writes and reads them."""
-        return PeerNotes(self._store, 0, rank=rank, size=self.size)
+        return PeerNotes(self._store, self.name, rank=rank, size=self.size)
+
+    def count_ranks(self) -> int:
+        """The number of ranks now."""
+        return self.size
 
     def all_reduce(self, tensor: Tensor) -> "ScriptedPending":
         """Begin to add up a tensor over the ranks, in place."""
@@ -177,7 +185,7 @@ class ScriptedGroup:
         gathered: list[bytes] = self._begin("gather_bytes", own, list).wait(_do_nothing)
         return gathered
 
-    def gather_objects(self, own: object) -> list[Any]:
+    def gather_objects(self, own: object, device: torch.device = _CPU) -> list[Any]:  # noqa: ARG002
         """Every rank's object."""
         gathered: list[Any] = self._begin("gather_objects", own, list).wait(_do_nothing)
         return gathered

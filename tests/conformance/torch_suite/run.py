@@ -62,8 +62,8 @@ def main() -> int:
     if options.out:
         options.out.write_text(json.dumps([asdict(result) for result in results], indent=1))
     if options.write_lists:
-        write_lists(results)
-    return 0 if options.json else report(results)
+        write_lists(results, options.lists)
+    return 0 if options.json else report(results, options.lists)
 
 
 def _options() -> argparse.Namespace:
@@ -77,6 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a line of JSON a result, and no report")
     parser.add_argument(
         "--write-lists", action="store_true", help="write the lists of torch's passes and fails"
+    )
+    parser.add_argument(
+        "--lists", type=Path, default=lists.DIRECTORY, help="the folder of the lists, to write or to read"
     )
     parser.add_argument(
         "--keep-torch", action="store_true", help="put nothing in torch's place, to see that the count tells"
@@ -99,7 +102,8 @@ def _tests(options: argparse.Namespace) -> list[str]:
     if options.wrapper == "torch":
         names = suite.test_names()
     else:
-        names = [*lists.read(lists.PASSES_WITH_TORCH), *lists.read(lists.FAILS_WITH_TORCH)]
+        files = (lists.PASSES_WITH_TORCH, lists.FAILS_WITH_TORCH)
+        names = [name for file in files for name in lists.read(options.lists / file)]
     return fnmatch.filter(names, options.only)
 
 
@@ -148,7 +152,7 @@ def _show(result: Result, *, as_json: bool) -> None:
         print(f"{result.outcome:14} {result.seconds:6.1f} s  {result.test}  {result.message}", flush=True)
 
 
-def write_lists(results: Sequence[Result]) -> None:
+def write_lists(results: Sequence[Result], directory: Path) -> None:
     """Write down what passes with torch's wrapper, and what builds it and does not pass."""
     passes = {result.test: "" for result in results if result.outcome is Outcome.PASSED}
     fails = {
@@ -156,20 +160,20 @@ def write_lists(results: Sequence[Result]) -> None:
         for result in results
         if result.has_built_any and result.outcome in (Outcome.FAILED, Outcome.DIED, Outcome.HUNG)
     }
-    lists.write(lists.PASSES_WITH_TORCH, PASSES_HEADER, passes)
-    lists.write(lists.FAILS_WITH_TORCH, FAILS_HEADER, fails)
+    lists.write(directory / lists.PASSES_WITH_TORCH, PASSES_HEADER, passes)
+    lists.write(directory / lists.FAILS_WITH_TORCH, FAILS_HEADER, fails)
 
 
-def report(results: Sequence[Result]) -> int:
+def report(results: Sequence[Result], directory: Path) -> int:
     """Print totals and what went wrong; returns 1 if a test that must pass did not."""
     print()
     for outcome, number in Counter(result.outcome for result in results).most_common():
         print(f"{number:5}  {outcome}")
-    must_pass = set(lists.read(lists.PASSES_WITH_TORCH)) - set(lists.read(lists.EXCEPTIONS))
+    must_pass = set(lists.read(directory / lists.PASSES_WITH_TORCH)) - set(lists.read(lists.EXCEPTIONS))
     must_pass &= {result.test for result in results}
     passed = {result.test for result in results if result.outcome is Outcome.PASSED}
     wrong = [result for result in results if result.test in must_pass - passed]
-    extra = sorted(passed & set(lists.read(lists.FAILS_WITH_TORCH)))
+    extra = sorted(passed & set(lists.read(directory / lists.FAILS_WITH_TORCH)))
     print(f"\n{len(passed & must_pass)} of {len(must_pass)} that pass with torch's wrapper pass")
     for result in sorted(wrong, key=lambda result: result.test):
         print(f"  {result.outcome}: {result.test}\n      {result.message}")

@@ -35,7 +35,9 @@ def install(rank: int) -> None:
     # CUDA's autocast and scaler switch themselves off on a machine without CUDA.
     distributed_test.autocast = functools.partial(torch.amp.autocast, "cpu")
     distributed_test.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
-    distributed_test._rank_temp_file = _kept_until_all_have_read(distributed_test._rank_temp_file)
+    # torch 2.15 has no such file.
+    if hasattr(distributed_test, "_rank_temp_file"):
+        distributed_test._rank_temp_file = _kept_until_all_have_read(distributed_test._rank_temp_file)
     _replace_methods()
     _replace_device_mesh()
 
@@ -64,6 +66,7 @@ def _kept_until_all_have_read(
 def _torch_with_two_devices(rank: int) -> ModuleType:
     standing_in = _ModuleOver(torch)
     standing_in.cuda = _cuda(rank)
+    standing_in.accelerator = _accelerator()
     standing_in.device = lambda *args, **kwargs: on_cpu(kwargs.get("type", args[0] if args else None))
     for name in FACTORIES:
         setattr(standing_in, name, _with_device_on_cpu(getattr(torch, name)))
@@ -91,6 +94,14 @@ def _cuda(rank: int) -> ModuleType:
     cuda.device = cuda.stream = lambda *_, **__: nullcontext()
     cuda.Stream = cuda.current_stream = cuda.Event = _Queue
     return cuda
+
+
+def _accelerator() -> ModuleType:
+    """What the decorators of torch 2.15 count, where those before count ``torch.cuda``."""
+    accelerator = _ModuleOver(torch.accelerator)
+    accelerator.is_available = lambda: True
+    accelerator.device_count = lambda: DEVICES
+    return accelerator
 
 
 def _nothing(*_: object, **__: object) -> None: ...

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
 from paceline.testing import RankPool
+from paceline.torch_private import all_gather_single, reduce_scatter_single
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SMALL_INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32]
@@ -206,7 +207,7 @@ def reduced_and_scattered(rank: int, dtype: torch.dtype) -> None:
                     own = layout(torch.zeros(size, dtype=dtype))
                     call(own, [layout(tensor) for tensor in sent[rank]])
                     assert_combined(own, wanted, op, ("reduce_scatter", dtype, op, size))
-                for call in both_ways(functools.partial(distributed.reduce_scatter_single, op=op)):
+                for call in both_ways(functools.partial(reduce_scatter_single, op=op)):
                     own = layout(torch.zeros(size, dtype=dtype))
                     call(own, layout(torch.cat(sent[rank])))
                     assert_combined(own, wanted, op, ("reduce_scatter_single", dtype, op, size))
@@ -226,9 +227,9 @@ def long_ones(rank: int) -> str:
         assert_combined(own, everyone, op, op)
         digest.add(own)
     gathered = torch.empty(world() * LONG)
-    distributed.all_gather_single(gathered, some(torch.float32, LONG, rank))
+    all_gather_single(gathered, some(torch.float32, LONG, rank))
     part = torch.empty(LONG)
-    distributed.reduce_scatter_single(part, gathered)
+    reduce_scatter_single(part, gathered)
     assert_bits(part, world() * some(torch.float32, LONG, rank), "gathered and scattered")
     digest.add(gathered)
     distributed.broadcast(part, 1)
@@ -242,7 +243,7 @@ def test_long_tensors_go_in_chunks(sharing: RankPool) -> None:
 
 def multiplied_before(rank: int) -> None:
     own = with_gaps(torch.full((5,), rank + 1.0))
-    distributed.all_reduce(own, ReduceOp.PREMUL_SUM(2.0 + rank))  # type: ignore[operator]
+    distributed.all_reduce(own, distributed._make_nccl_premul_sum(2.0 + rank))
     assert own.tolist() == [sum((r + 1.0) * (2.0 + r) for r in range(world()))] * 5
 
 
@@ -288,7 +289,7 @@ def copied(rank: int, dtype: torch.dtype) -> None:
                 got = blanks()
                 call(got, own)
                 assert_bits(torch.stack(got), torch.stack(everyone), ("all_gather", dtype, numel))
-            for call in both_ways(distributed.all_gather_single):
+            for call in both_ways(all_gather_single):
                 got = layout(torch.cat(blanks()))
                 call(got, own)
                 assert_bits(got, torch.cat(everyone), ("all_gather_single", dtype, numel))
@@ -349,13 +350,13 @@ def coalesced(rank: int) -> None:
     gathered = [torch.zeros(world() * n) for n in (1, 5)]
     with distributed._coalescing_manager():
         for out, n in zip(gathered, (1, 5), strict=True):
-            distributed.all_gather_single(out, torch.full((n,), float(rank)))
+            all_gather_single(out, torch.full((n,), float(rank)))
     for out, n in zip(gathered, (1, 5), strict=True):
         assert out.view(world(), n)[:, 0].tolist() == list(range(world()))
     parts = [torch.zeros(n) for n in (1, 5)]
     with distributed._coalescing_manager():
         for out, whole in zip(parts, gathered, strict=True):
-            distributed.reduce_scatter_single(out, whole)
+            reduce_scatter_single(out, whole)
     assert [part[0].item() for part in parts] == [rank * world()] * 2
 
 

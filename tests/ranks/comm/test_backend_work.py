@@ -25,6 +25,7 @@ from paceline.errors import (
     UnmatchedError,
 )
 from paceline.testing import RankPool, run_ranks
+from paceline.torch_private import all_gather_single, reduce_scatter_single
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,9 @@ def as_gloos(rank: int) -> None:
         assert work.wait()
         assert work.is_completed()
         assert work.is_success()
-        assert work.exception() is None
+        # torch 2.10 cannot show Python what its own works raised.
+        if distributed.get_backend(group) == "paceline":
+            assert work.exception() is None
         assert [tensor.tolist() for tensor in work.result()] == [[3.0] * 3]
         assert [tensor.tolist() for tensor in future.wait()] == [[3.0] * 3]
         assert work.get_future().done()
@@ -179,7 +182,7 @@ def any_tensor(rank: int) -> None:
     assert sealed.tolist() == [3.0] * 3
     # An input that is part of the output, as FSDP's are.
     whole = torch.full((6,), rank + 1.0)
-    distributed.all_gather_single(whole, whole[3 * rank : 3 * rank + 3])
+    all_gather_single(whole, whole[3 * rank : 3 * rank + 3])
     assert whole.tolist() == [1.0] * 3 + [2.0] * 3
 
 
@@ -325,7 +328,7 @@ def misfits(_: int) -> None:
     with pytest.raises(RuntimeError, match="rows"):
         distributed.all_to_all_single(torch.zeros(5), torch.zeros(5))
     with pytest.raises(RuntimeError, match="2 times the output"):
-        distributed.reduce_scatter_single(torch.zeros(4), torch.zeros(9))
+        reduce_scatter_single(torch.zeros(4), torch.zeros(9))
     distributed.barrier()
 
 

@@ -16,13 +16,13 @@ from threads import in_threads
 from torch import Tensor, distributed
 
 from paceline.comm.group import Group
-from paceline.comm.shm.channel import Channel, _channels
+from paceline.comm.shm.channel import Channel, _channels, end_threads
 from paceline.comm.shm.collective import MAX_IN_FLIGHT
 from paceline.comm.shm.collectives import Barrier, BroadcastBytes, OneShotReduce
 from paceline.comm.shm.in_place import TwoShotAllReduce
 from paceline.comm.shm.local_ranks import find_local_ranks
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
-from paceline.testing import RankPool
+from paceline.testing import RankPool, run_ranks
 
 MIB = 1 << 20
 
@@ -267,8 +267,9 @@ def interrupted(rank: int) -> None:
                 store.wait([f"interrupted in turn {turn}"])
             launched = channel.launch(total(channel, tensor))
             if not rank:
+                # When this rank has done its part: an interrupt in there is the end of the collective.
                 with pytest.raises(KeyboardInterrupt):
-                    wait_with_alarm(channel, launched, 0.001 + chance.random() * 0.002)
+                    wait_with_alarm(channel, launched, 0.02 + chance.random() * 0.002)
                 store.set(f"interrupted in turn {turn}", "")
             channel.wait(launched)
             assert (tensor == channel.size * turn).all()
@@ -299,6 +300,20 @@ def given_up_several_times(rank: int) -> None:
 
 def test_what_is_given_up_is_finished_in_the_background_however_often(pair: RankPool) -> None:
     pair.run(given_up_several_times)
+
+
+def exits_with_something_in_flight(rank: int) -> None:
+    [channel] = channels(1)
+    if not rank:
+        channel.launch(total_in_place(channel, torch.ones(2 * MIB)))
+        channel.finish_in_background()
+        end_threads(5.0)
+        assert "paceline-channel" not in [thread.name for thread in threading.enumerate()]
+    distributed.barrier()
+
+
+def test_the_thread_that_works_in_the_background_ends_when_the_interpreter_exits() -> None:
+    run_ranks(exits_with_something_in_flight)
 
 
 def made_meanwhile(_: int) -> None:

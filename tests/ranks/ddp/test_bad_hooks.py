@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from wrappers import WRAPPERS, Net, grads, of_whole_batch, train
+from wrappers import WRAPPERS, Net, grads, of_whole_batch, refusal, train
 
-from paceline import DistributedDataParallel, HookArgumentsError
+from paceline import DistributedDataParallel, HookArgumentsError, hooks
 from paceline.testing import RankPool, run_ranks
 
 Hook = Any
@@ -167,13 +167,14 @@ MISTAKES: dict[str, tuple[Hook, str]] = {
     "a future of text": (then(lambda _: "text"), "wanted: 40 elements of torch.float64, got: str"),
     "a future of None": (then(lambda _: None), "wanted: 40 elements of torch.float64, got: NoneType"),
     "a future of two": (then(lambda full: [full, full]), "wanted: 40 elements of torch.float64, got: list"),
-    "other dtype": (then(lambda full: full.float()), "got: torch.float32"),
+    "integers": (then(lambda full: full.long()), "got: torch.int64"),
+    "complex": (then(lambda full: full.to(torch.complex128)), "got: torch.complex128"),
     "fewer elements": (then(lambda full: full[:-1]), "got: 39 elements"),
     "raises": (fail, "the hook's own"),
     "its callback raises": (then(fail), "the hook's own"),
 }
 # Here torch raises nothing: it converts, reads past the end of what it was given, and is killed by SIGSEGV.
-NOT_RAISED_BY_TORCH = {"other dtype", "fewer elements", "None"}
+NOT_RAISED_BY_TORCH = {"integers", "complex", "fewer elements", "None"}
 
 
 def mistaken(rank: int, wrapper: str, name: str) -> tuple[set[str], str]:
@@ -253,3 +254,27 @@ def test_a_hook_that_raises_on_one_rank_of_three() -> None:
     for said, seconds in waiting:
         assert said.startswith("PeerError: rank 2 raised LookupError('only here')")
         assert seconds < 10, "as long as that, and ranks wait for a timeout"
+
+
+def sparse_after_a_lost_step(rank: int, hook: Any) -> list[bool]:
+    ddp = DistributedDataParallel(nn.Embedding(6, 3, sparse=True))
+    ddp.register_comm_hook(None, hook)
+    lost = []
+    for step in range(3):
+        ddp.zero_grad()
+        loss = ddp(torch.tensor([rank, 4])).sum()
+        if rank and not step:
+            fault = ddp.module.weight.register_hook(lambda _: 1 // 0)
+        lost.append(refusal(loss.backward) is not None)
+        if rank and not step:
+            fault.remove()
+    want = torch.zeros(6, 3)
+    want[0] = want[1] = 0.5
+    want[4] = 1.0
+    assert torch.equal(ddp.module.weight.grad.to_dense(), want)
+    return lost
+
+
+@pytest.mark.parametrize("hook", [allreduce_hook, hooks.average()], ids=["torch's", "ours"])
+def test_a_sparse_parameter_goes_on_after_a_lost_step(pair: RankPool, hook: Any) -> None:
+    assert pair.run(sparse_after_a_lost_step, hook) == [[True, False, False]] * 2

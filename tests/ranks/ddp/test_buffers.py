@@ -11,7 +11,7 @@ from batches import rows
 from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel.distributed import _BufferCommHookLocation
-from wrappers import WIDTH, WRAPPERS, Net, equal_on_all, grads, refusal, train
+from wrappers import TORCHS_OPTIONS, WIDTH, WRAPPERS, Net, equal_on_all, grads, options_for, refusal, train
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool, run_ranks
@@ -82,7 +82,7 @@ NORMS = {
 
 def statistics(rank: int, wrapper: str, norm: str, options: dict[str, bool]) -> list[list[torch.Tensor]]:
     """Parameters and buffers after each of ten steps and a look in between and at the end."""
-    ddp = WRAPPERS[wrapper](Normed(NORMS[norm]()), **options)
+    ddp = WRAPPERS[wrapper](Normed(NORMS[norm]()), **options_for(wrapper, options))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     seen = []
     for step in range(10):
@@ -250,7 +250,10 @@ def answers(rank: int, wrapper: str) -> list[object]:
             said.append((ddp.will_sync_module_buffers(), ddp._check_sync_bufs_pre_fwd()))
             if out.requires_grad:
                 out.sum().backward()
-    ddp.forward_sync_buffers = False
+    if "forward_sync_buffers" in TORCHS_OPTIONS:
+        ddp.forward_sync_buffers = False
+    else:
+        ddp.broadcast_buffers = False
     said.append((ddp.will_sync_module_buffers(), ddp.broadcast_buffers))
     bare = WRAPPERS[wrapper](nn.Linear(2, 2))
     return [*said, bare.will_sync_module_buffers()]

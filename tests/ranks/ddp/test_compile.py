@@ -140,6 +140,52 @@ def test_the_graph_is_cut_at_the_bounds_of_buckets_as_torchs(pair: RankPool, way
     pair.run(cut, way)
 
 
+class Nested(nn.Module):
+    """A wrapper of its own, and a compiled region that runs after it, or after it has failed."""
+
+    def __init__(self, *, wraps: bool, backend: Any = None, fails: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = Layers(1).double()
+        self.inner = DistributedDataParallel(inner, bucket_cap_mb=BYTES_A_LAYER / 2**20) if wraps else inner
+        layers = Layers(3).double()
+        self.region = layers if backend is None else torch.compile(layers, backend=backend)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            with contextlib.suppress(RuntimeError), torch.no_grad():
+                self.inner(x[:, 1:])
+        return self.region(self.inner(x))
+
+
+def nested(rank: int, compiles: str, fails: bool) -> list[int]:
+    """The number of layers in each graph of the region."""
+    with fresh_compiler() as graphs:
+        backend = into(graphs)
+        module = Nested(wraps=True, backend=backend if compiles == "region" else None, fails=fails)
+        ddp = DistributedDataParallel(module, bucket_cap_mb=BYTES_A_LAYER / 2**20)
+        net = torch.compile(ddp, backend=backend) if compiles == "all" else ddp
+        plain = Nested(wraps=False)
+        for step in range(3):
+            ddp.zero_grad()
+            train(net, rows(rank, step))
+        for each in range(2):
+            (plain(rows(each, 2)).square().mean() / 2).backward()
+        check(ddp, plain)
+    assert DistributedDataParallel._get_active_ddp_module() is None
+    return [sum("linear" in name for name in graph) for graph in graphs]
+
+
+@pytest.mark.parametrize(("compiles", "fails"), [("region", False), ("region", True), ("all", False)])
+def test_a_region_after_a_nested_wrapper_is_cut_at_the_outer_ones_buckets(
+    pair: RankPool, compiles: str, fails: bool
+) -> None:
+    for counts in pair.run(nested, compiles, fails):
+        assert max(counts) == 1  # each layer is in a graph of its own
+        assert sum(counts) == (3 if compiles == "region" else 4)
+
+
 def moods(rank: int, way: Callable[..., Any]) -> None:
     with fresh_compiler():
         ddp, net = way(DistributedDataParallel, Moody().double(), "eager")
@@ -233,7 +279,7 @@ def test_who_does_not_compile_does_not_import_the_compiler() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAIN_STEP], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "False"
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def wrap_sync_batch_norm(_rank: int) -> None:

@@ -175,9 +175,25 @@ def test_torchs_hooks_run_on_local_gradients(name: str, four: RankPool) -> None:
         assert all(right), right
 
 
+class Averaging(nn.Module):
+    """Keeps a mean of its inputs, as BatchNorm does, which is no operation of DTensor in torch 2.10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("num_batches_tracked", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+            self.num_batches_tracked.add_(1)
+        return x * self.weight
+
+
 def buffers(rank: int) -> list[bool]:
     """Buffers that are DTensors come from the first data rank, as others do."""
-    net = meshes.spread(nn.BatchNorm1d(4).double())
+    net = meshes.spread(Averaging().double())
     ddp = wrap(net)
     right = [isinstance(net.running_mean, DTensor)]
     for number in range(6):

@@ -205,7 +205,7 @@ class BadHook:
             return future
         return {
             "size": future.then(lambda f: f.value()[:-1]),
-            "dtype": future.then(lambda f: f.value().float()),
+            "dtype": future.then(lambda f: f.value().long()),
             "none": future.then(lambda _: None),
             "fails": future.then(lambda _: 1 / 0),
         }[self.mistake]

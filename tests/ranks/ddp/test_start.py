@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from wrappers import WIDTH, WRAPPERS, Net, collectives, equal_on_all, grads, of_whole_batch, refusal, train
+from wrappers import (
+    TORCHS_OPTIONS,
+    WIDTH,
+    WRAPPERS,
+    Net,
+    collectives,
+    equal_on_all,
+    grads,
+    of_whole_batch,
+    refusal,
+    train,
+)
 
 from paceline import DistributedDataParallel
 from paceline.testing import RankPool, run_ranks
@@ -17,13 +28,20 @@ from paceline.testing import RankPool, run_ranks
 TIMEOUT = 20.0
 
 
+# Arguments that torch 2.10 does not have, in whichever later version they came.
+NEWER = {"bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}
+
+
 def test_arguments_come_in_torchs_order_and_ours_are_keywords() -> None:
     theirs = inspect.signature(WRAPPERS["torch"]).parameters
     ours = inspect.signature(DistributedDataParallel).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
-    assert [ours[name].default for name in theirs] == [each.default for each in theirs.values()]
-    extra = [ours[name] for name in ours if name not in theirs]
-    assert {each.kind for each in extra} == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = {name: each.default for name, each in theirs.items()}
+    if "forward_sync_buffers" not in theirs:
+        defaults["broadcast_buffers"] = None  # True, before the other one replaced it
+    assert {name: ours[name].default for name in theirs} == defaults
+    extra = {name for name in ours if ours[name].kind is inspect.Parameter.KEYWORD_ONLY}
+    assert set(ours) - set(theirs) - extra <= NEWER
 
 
 class OnTwoTypes(nn.Module):
@@ -83,7 +101,8 @@ def test_what_torch_refuses_is_refused_with_its_type_of_error(name: str, pool: R
     ):
         assert theirs is not None
         assert ours is not None
-        assert ours[0] == theirs[0], ours
+        # torch 2.10 lets a copy from the meta device fail, where later versions refuse the module.
+        assert ours[0] == theirs[0].replace("NotImplementedError", "RuntimeError"), ours
         assert REFUSED[name][1] in ours[1]
 
 
@@ -150,7 +169,7 @@ def takes(_: int, wrapper: str, name: str) -> object:
     def act() -> None:
         ddp = TAKEN[name](WRAPPERS[wrapper])
         if ddp is not None:
-            seen.update({key: getattr(ddp, key) for key in ATTRIBUTES})
+            seen.update({key: getattr(ddp, key) for key in ATTRIBUTES if hasattr(ddp, key)})
 
     return refusal(act), seen
 
@@ -158,8 +177,14 @@ def takes(_: int, wrapper: str, name: str) -> object:
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_torch_takes_is_taken_and_shows_in_the_same_attributes(name: str, pool: RankPool) -> None:
     theirs, ours = pool.run(takes, "torch", name), pool.run(takes, "paceline", name)
-    assert theirs[0][0] is None
-    assert ours == theirs
+    assert all(error is None for error, _ in ours)
+    if (error := theirs[0][0]) is not None:
+        # Only a torch that lacks some of the arguments does not take what ours takes; 2.11 takes no cap of 0.
+        assert error[0] in ("TypeError", "AssertionError")
+        assert not NEWER - {"lazy_bucket_allocation"} <= TORCHS_OPTIONS
+        return
+    for (_, mine), (_, others) in zip(ours, theirs, strict=True):
+        assert {key: mine[key] for key in others} == others
 
 
 def warned(_: int, wrapper: str, options: dict[str, bool]) -> list[tuple[str, bool]]:
@@ -182,7 +207,11 @@ def warned(_: int, wrapper: str, options: dict[str, bool]) -> list[tuple[str, bo
     ids=lambda options: "+".join(options),
 )
 def test_warnings_are_torchs_and_point_to_the_caller(options: dict[str, bool], pool: RankPool) -> None:
-    assert pool.run(warned, "paceline", options) == pool.run(warned, "torch", options)
+    mine = pool.run(warned, "paceline", options)
+    if options.keys() <= TORCHS_OPTIONS:
+        assert mine == pool.run(warned, "torch", options)
+    else:
+        assert mine == [[], []]
 
 
 def one_more(rank: int) -> nn.Module:

@@ -47,7 +47,7 @@ def check(case: Case, wrapper: Wrapper, pools: dict[int, RankPool], *, world: in
     assert found.verdict is Verdict.RIGHT, f"{found.verdict}: {found.reason}"
 
 
-def has_views(name: str) -> bool:
+def is_quick(name: str) -> bool:
     # Where only the number is awkward, nothing depends on whose memory it is; and it takes long.
     return name != "5,000 tiny parameters"
 
@@ -57,11 +57,18 @@ def has_views(name: str) -> bool:
     [
         pytest.param(name, view, id=f"{name}-{'views' if view else 'copies'}")
         for name in CASES
-        for view in ([False, True] if has_views(name) else [False])
+        for view in ([False, True] if is_quick(name) else [False])
     ],
 )
 def test_case(name: str, view: bool, pools: dict[int, RankPool]) -> None:
     check(CASES[name], Wrapper("paceline", {"gradient_as_bucket_view": view}), pools, world=2)
+
+
+@pytest.mark.parametrize("name", list(filter(is_quick, CASES)))
+def test_case_with_lazy_buckets_and_manual_finalization(name: str, pools: dict[int, RankPool]) -> None:
+    # In buckets of one parameter each: several are in flight, and each is allocated by itself.
+    options = {"lazy_bucket_allocation": True, "bucket_cap_mb": 1e-5}
+    check(CASES[name], Wrapper("paceline", options, manual=True), pools, world=2)
 
 
 @pytest.mark.parametrize("name", WIDE)

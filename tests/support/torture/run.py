@@ -2,7 +2,9 @@
 
 import copy
 import gc
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,13 +24,23 @@ class Wrapper:
 
     package: str
     options: dict[str, Any] = field(default_factory=dict)
+    # Whether steps are ended by finalize_backward, right after each backward.
+    manual: bool = False
 
     def __call__(self, module: nn.Module) -> nn.Module:
         if self.package == "paceline":
             from paceline import DistributedDataParallel
         else:
             from torch.nn.parallel import DistributedDataParallel
-        return DistributedDataParallel(module, **self.options)
+        wrapped = DistributedDataParallel(module, **self.options)
+        if self.manual:
+            wrapped.require_manual_backward_finalization = True
+            _manual.append(weakref.ref(wrapped))
+        return wrapped
+
+
+# Wrappers whose steps are ended by finalize_backward.
+_manual: list["weakref.ref[Any]"] = []
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,30 @@ class ExpectedLoss:
 def train(rank: int, name: str, wrapper: Wrapper) -> list[Grads | Lost] | Refused:
     """Run a case on a rank."""
     try:
-        return train_case(rank, suite.CASES[name], wrapper)
+        with finalizing() if wrapper.manual else nullcontext():
+            return train_case(rank, suite.CASES[name], wrapper)
     finally:
         # torch's wrapper can hang if it outlives its group.
         gc.collect()
+
+
+@contextmanager
+def finalizing() -> Iterator[None]:
+    """Have each backward end with ``finalize_backward`` of the wrappers that were in it, the last first."""
+    plain = torch.Tensor.backward
+
+    def backward(tensor: torch.Tensor, **how: Any) -> None:
+        plain(tensor, **how)
+        for reference in reversed(_manual):
+            wrapper = reference()
+            if wrapper is not None and wrapper._reducer.turns.awaits_finalize(wrapper._reducer):
+                wrapper.finalize_backward()
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = plain  # type: ignore[method-assign]
 
 
 def train_case(rank: int, case: Case, wrapping: Wrapping) -> list[Grads | Lost] | Refused:

@@ -136,7 +136,13 @@ def test_shared_memory(facts: ShmFacts, severity: Severity, fix: str) -> None:
 
 @pytest.mark.parametrize(
     ("torch", "has_gloo", "severity"),
-    [("2.13.0+cpu", True, OK), ("2.14.0", True, NOTICE), ("2.13.0", False, FAULT)],
+    [
+        ("2.10.0+cpu", True, OK),
+        ("2.15.1", True, OK),
+        ("2.9.1", True, NOTICE),
+        ("2.99.0a0+git123", True, NOTICE),
+        ("2.13.0", False, FAULT),
+    ],
 )
 def test_software(torch: str, has_gloo: bool, severity: Severity) -> None:
     assert judge_software(SoftwareFacts("3.11.7", torch, "1.0", {"gloo": has_gloo})).severity is severity

@@ -44,7 +44,8 @@ def test_a_script_ends_with_the_parameters_of_torchs_wrapper(tmp_path: Path) -> 
     folder.mkdir()
     plain = str(SCRIPTS / "plain.py")
     telling = script(tmp_path, TELLING)
-    ran = paceline("run", "--patch", "-n", "2", telling, plain, str(folder), folder=tmp_path)
+    # Three processes import torch, one of them after another has.
+    ran = paceline("run", "--patch", "-n", "2", telling, plain, str(folder), folder=tmp_path, timeout=90.0)
     assert ran.code == 0, ran.stderr
     said = [
         "paceline.ddp.wrapper paceline.ddp.wrapper",
@@ -63,8 +64,9 @@ def test_a_script_ends_with_the_parameters_of_torchs_wrapper(tmp_path: Path) -> 
 
 
 def test_a_rank_that_raises_is_told_before_those_that_lose_it(tmp_path: Path) -> None:
+    # paceline is imported, because with torch alone a process may abort when it exits after a collective.
     text = """
-import os, torch
+import os, torch, paceline
 torch.distributed.init_process_group("gloo")
 for step in range(10**9):
     if step == 3 and os.environ["RANK"] == "1":

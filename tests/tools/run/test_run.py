@@ -12,6 +12,7 @@ from running import paceline, script
 
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run import agent
+from paceline.tools.run.command import ranks_parser
 from paceline.tools.run.worker import FOLDER
 
 CORES = len(os.sched_getaffinity(0))
@@ -191,6 +192,38 @@ def test_sigterm_ends_ranks_through_their_exit_handlers(tmp_path: Path) -> None:
     ran = paceline("run", "-n", "1", script(tmp_path, EXITS), folder=tmp_path, sends=sends)
     assert (ran.code, ran.left) == (143, [])
     assert ran.lines == ["[0] up", "[0] exit handler"]
+
+
+def test_sigterm_ends_an_exit_handler_without_a_word(tmp_path: Path) -> None:
+    text = f"{PRELUDE}import atexit\natexit.register(print, 'next')\natexit.register(time.sleep, 60)\n"
+    text += "atexit.register(print, 'up')"
+    sends = [("[0] up", signal.SIGTERM)]
+    ran = paceline("run", "-n", "1", script(tmp_path, text), folder=tmp_path, sends=sends)
+    assert (ran.lines, ran.left) == (["[0] up", "[0] next"], [])
+    assert "Exception ignored" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "seconds"), [("3", "5", 3), (None, "5", 5), (None, None, None)]
+)
+def test_ranks_have_the_time_to_end_that_is_given(
+    option: str | None, variable: str | None, seconds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+    arguments = [] if option is None else ["--shutdown-timeout", option]
+    options = ranks_parser()[0].parse_args([*arguments, "script.py"])
+    assert agent.shutdown_seconds(options.shutdown_timeout) == seconds
+
+
+def test_a_rank_that_is_stuck_has_no_longer_than_is_given(tmp_path: Path) -> None:
+    text = f"{PRELUDE}signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
+    sends = [("[0] up", signal.SIGTERM)]
+    options = ["-n", "1", "--shutdown-timeout", "0"]
+    ran = paceline("run", *options, script(tmp_path, text), folder=tmp_path, sends=sends)
+    assert "waiting up to 0 s for the ranks to end" in ran.stderr
+    assert (ran.code, ran.left) == (143, [])
 
 
 def test_a_rank_that_is_stuck_is_ended_when_another_fails(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_a_call_with_wrong_arguments_is_a_type_error() -> None:
     assert_works(wrapper)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_scripted_module_is_refused_by_type_where_it_would_be_replicated() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2).double())
     with pytest.raises(UnsupportedError, match=r"scripted module cannot be replicated \(type: Linear\)"):

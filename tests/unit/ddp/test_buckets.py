@@ -5,7 +5,9 @@ import torch
 from scripted_steps import CPU, assert_grads, random_grads, random_parameters, slots_of
 from torch import Tensor, nn
 
-from paceline.ddp.buckets.bucket_set import BucketSet
+from paceline import torch_private
+from paceline.ddp.buckets import dense as dense_bucket
+from paceline.ddp.buckets.bucket_set import BucketOptions, BucketSet
 from paceline.ddp.buckets.dense import LARGE_NUMEL, DenseBucket
 from paceline.ddp.buckets.plan import BucketPlan
 from paceline.ddp.buckets.sparse import SparseBucket
@@ -211,6 +213,29 @@ def test_gradients_that_travel_in_another_type_come_out_in_their_own(
     assert all(grad.equal(then) for step in held for grad, then in step)
 
 
+@pytest.mark.parametrize("travels", [None, torch.float32], ids=["held", "another type"])
+def test_averages_for_gradients_that_somebody_holds_are_copied_together(
+    monkeypatch: pytest.MonkeyPatch, travels: torch.dtype | None
+) -> None:
+    parameters = random_parameters(*MIXED)
+    bucket = dense(parameters, dtype=travels)
+    give(parameters, random_grads(parameters))
+    held = [each.grad for each in parameters]
+    bucket.copy_in(range(5), 1.0)
+    bucket.fill(1.0, [1] * 5, complete=True)
+    copied: list[int] = []
+
+    def copy(into: list[Tensor], views: list[Tensor]) -> None:
+        copied.append(len(into))
+        torch_private.foreach_copy_(into, views)
+
+    monkeypatch.setattr(dense_bucket, "foreach_copy_", copy)
+    bucket.gradients.fill_(2.0)
+    bucket.set_grads()
+    assert copied == [5]
+    assert all(each.grad is own and own.eq(2).all() for each, own in zip(parameters, held, strict=True))
+
+
 def test_complex_gradients_do_not_travel_in_another_type() -> None:
     bucket = dense(random_parameters(3, dtype=torch.complex64), dtype=torch.bfloat16)
     assert bucket.storage.dtype == torch.float32
@@ -355,7 +380,13 @@ def test_a_second_reduction_is_added_to_a_sparse_gradient() -> None:
 
 
 def bucket_set(parameters: list[nn.Parameter], *plan: tuple[int, ...], **options: Any) -> BucketSet:
-    settings = {"report_numel": 4, "report_in_bucket": True, "as_views": False, "empty": memory, **options}
+    settings = {
+        "report_numel": 4,
+        "report_in_bucket": True,
+        "options": BucketOptions(),
+        "empty": memory,
+        **options,
+    }
     return BucketSet(BucketPlan(plan), slots_of(parameters, sparse=[2]), parameters, **settings)
 
 

@@ -13,14 +13,26 @@ from paceline.ddp.reducer.step_report import StepOutcome
 class StandIn:
     """Notes what is done to it, in a log that several share."""
 
-    def __init__(self, name: str, log: list[str], *, is_syncing: bool = True, fails: str = "") -> None:
+    def __init__(
+        self, name: str, log: list[str], *, is_syncing: bool = True, fails: str = "", is_manual: bool = False
+    ) -> None:
         self.name = name
         self.is_syncing = is_syncing
+        self.is_launched = False
+        self.is_nested = False
+        self.unraised: BaseException | None = None
         self._log = log
         self._fails = fails
+        self._is_manual = is_manual
 
     def finish(self) -> None:
         self._note("finish")
+        self.is_launched = self.is_syncing and self._is_manual
+        self.is_syncing = False
+
+    def finalize(self) -> None:
+        self.is_launched = False
+        self._note("finalize")
 
     def follow_up(self) -> None:
         self._note("follow_up")
@@ -29,6 +41,7 @@ class StandIn:
         self._note("give_up", outcome.name, reason)
 
     def drop(self) -> None:
+        self.is_syncing = False
         self._note("drop")
 
     def note_lost_backward(self) -> None:
@@ -233,5 +246,105 @@ def test_a_backward_may_outlive_the_wrapper() -> None:
 
 
 def test_groups_take_turns_by_themselves() -> None:
-    assert turns_of("one") is turns_of("one")
-    assert turns_of("one") is not turns_of("two")
+    assert turns_of("one", 0) is turns_of("one", 0)
+    assert turns_of("one", 0) is not turns_of("two", 0)
+    assert turns_of("one", 0) is not turns_of("one", 1)
+
+
+def test_a_step_that_its_user_ends_is_only_launched_by_backward() -> None:
+    log: list[str] = []
+    manual = StandIn("manual", log, is_manual=True)
+    turns = group_of(manual)
+    backward(begin(turns, manual))
+    assert log == ["manual finish"]
+    assert turns.awaits_finalize(manual)
+    turns.finalize(manual)
+    assert log == ["manual finish", "manual finalize", "manual follow_up"]
+    assert not turns.awaits_finalize(manual)
+
+
+def test_such_a_step_ends_before_another_of_the_group_is_launched() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log, is_manual=True), StandIn("second", log, is_manual=True)
+    turns = group_of(first, second)
+    backward(begin(turns, second, first))
+    assert log == ["first finish", "first finalize", "first follow_up", "second finish"]
+    turns.finalize(second)
+    assert log[4:] == ["second finalize", "second follow_up"]
+    assert turns.awaits_finalize(first)
+    turns.finalize(first)
+    assert log[6:] == []
+    assert not turns.awaits_finalize(first)
+
+
+def test_its_error_is_for_its_user_and_loses_the_others_of_its_backward() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log, is_manual=True, fails="finalize"), StandIn("second", log)
+    turns = group_of(first, second)
+    with pytest.raises(ValueError, match="first"):
+        backward(begin(turns, first, second))
+    assert log == ["first finish", "first finalize", "second drop"]
+    with pytest.raises(ValueError, match="first"):
+        turns.finalize(first)
+    assert not turns.awaits_finalize(first)
+
+
+def test_what_follows_it_and_fails_on_this_rank_alone_loses_no_other() -> None:
+    log: list[str] = []
+    first, second = StandIn("first", log, is_manual=True, fails="follow_up"), StandIn("second", log)
+    turns = group_of(first, second)
+    backward(begin(turns, first, second))
+    assert log == ["first finish", "first finalize", "first follow_up", "second finish", "second follow_up"]
+    with pytest.raises(ValueError, match="first"):
+        turns.finalize(first)
+
+
+def test_a_nested_one_ends_with_its_backward_and_still_waits_for_its_user() -> None:
+    log: list[str] = []
+    nested = StandIn("nested", log, is_manual=True)
+    nested.is_nested = True
+    turns = group_of(nested)
+    backward(begin(turns, nested))
+    assert log == ["nested finish", "nested finalize", "nested follow_up"]
+    assert turns.awaits_finalize(nested)
+    turns.finalize(nested)
+    assert log[3:] == []
+
+
+def test_an_earlier_launched_step_ends_when_another_starts_and_its_error_waits() -> None:
+    log: list[str] = []
+    first = StandIn("first", log, is_manual=True, fails="finalize")
+    turns = group_of(first)
+    backward(begin(turns, first))
+    error = turns.finish_launched()
+    assert isinstance(error, ValueError)
+    assert turns.finish_launched() is None
+    with pytest.raises(ValueError, match="first"):
+        turns.finalize(first)
+
+
+def test_a_step_can_end_inside_its_backward() -> None:
+    log: list[str] = []
+    manual = StandIn("manual", log, is_manual=True)
+    turns = group_of(manual)
+
+    def finalize() -> None:
+        assert turns.is_at_work(manual)
+        turns.finish_inside_backward(manual)
+        turns.finalize(manual)
+
+    turns.expect(manual)
+    backward(begin(turns, manual), finalize, lambda: log.append("more"))
+    assert log == ["manual finish", "manual finalize", "manual follow_up", "more", "manual finish"]
+    assert not turns.awaits_finalize(manual)
+    assert not turns.is_expected(manual)
+    assert not turns.is_at_work(manual)
+
+
+def test_a_reducer_that_is_gone_is_waited_for_no_longer() -> None:
+    turns = GroupTurns()
+    manual = StandIn("manual", [], is_manual=True)
+    turns.join(manual)
+    backward(begin(turns, manual))
+    del manual
+    assert turns.finish_launched() is None

@@ -26,7 +26,7 @@ from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer import in_flight as in_flight_file
 from paceline.ddp.reducer.in_flight import InFlight
-from paceline.ddp.reducer.step import StepContext
+from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome
 from paceline.errors import BrokenHookError, HookError, LostRankError, PeerError, StalledError, StepError
 from paceline.hooks import Hook
@@ -106,7 +106,7 @@ def test_a_rank_that_raised_is_named_with_its_reason(outcome: StepOutcome, where
     in_flight = in_flight_of(context)
     launch(in_flight, context, 0, 1, 2)
     assert len([*in_flight.finished()]) == 3
-    summary = in_flight.read_report(RankReport)
+    summary = in_flight.read_report(RankReport())
     text = rf"rank 2 raised ValueError\('no such row'\) in {where} of step 6; .*\(here: rank 1\)"
     with pytest.raises(PeerError, match=text):
         in_flight.check(summary)
@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda bucket: bucket.buffer()[:-1].clone(),
         "wanted: 2 elements of torch.float64, got: 1 elem",
     ),
-    "of another type": (lambda bucket: bucket.buffer().float(), "got: torch.float32"),
+    "of integers": (lambda bucket: bucket.buffer().long(), "got: torch.int64"),
     "no tensor": (lambda _: "result", "got: str"),
 }
 

@@ -85,6 +85,25 @@ def test_steps_are_steady_while_they_use_the_same_slots() -> None:
     assert not readiness.steady
 
 
+def test_planned_slots_are_awaited_until_their_last_gradient_is_there() -> None:
+    readiness = Readiness(BucketPlan(((0, 1), (3,))), 4)
+    assert readiness.unready() == [0, 1, 3]
+    readiness.mark([1, 2])
+    assert readiness.unready() == [0, 3]
+    readiness.mark([0, 3, 3])
+    assert readiness.unready() == []
+
+
+def test_it_is_known_whether_the_last_step_used_every_planned_slot() -> None:
+    readiness = Readiness(BucketPlan(((0, 1), (3,))), 4)
+    assert not readiness.used_all
+    for used, all_of_them in (([0, 1, 3], True), ([0, 1, 2], False), ([0, 1, 2, 3], True)):
+        readiness.begin(bytearray(4))
+        readiness.mark(used)
+        readiness.learn()
+        assert readiness.used_all == all_of_them
+
+
 def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:
     order = LaunchOrder(4, launch_late=False)
     order.mark_full(1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.buckets.dense import LARGE_NUMEL
 from paceline.ddp.reducer.accumulation import Accumulation
-from paceline.ddp.reducer.step import StepContext
+from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepSummary
 from paceline.errors import OptionError, UnsupportedError, WeightsError
 

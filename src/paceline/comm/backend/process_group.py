@@ -60,6 +60,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
             group._set_default_backend(_GLOO)
             group._register_backend(_CPU, _GLOO, self._gloo)
         self._other_devices: Any = None
+        self._is_making_others = False
         channel = _open_channel(self._gloo, rank, size, timeout)
         self._executor = None if channel is None else WorkExecutor(channel)
         if self._executor is not None:
@@ -80,6 +81,9 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         return [torch.device(device) for device in self._backends()]
 
     def _get_backend(self, device: torch.device) -> Any:
+        # A backend that is being made may ask the default group for that group's own, as "fake" does.
+        if self._is_making_others:
+            return self._gloo
         self._ensure_backend(device)
         return self._torch_group._get_backend(device)
 
@@ -105,7 +109,8 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
             self._executor.abort()
         self._torch_group.abort()
 
-    # Collectives. torch has several signatures for each, and new names for some.
+    # Collectives. torch has several signatures for each, and new names for some; of torch's own groups only
+    # the old names are called, because torch 2.10 has no others.
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
@@ -176,7 +181,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         options = options_of(c10d.AllgatherOptions, opts)
         if self._is_ours([output, input]):
             return self._launch(options, calls.all_gather_flat, [output], [input])
-        return self._torch_group_for([input]).all_gather_single(output, input, options)
+        return self._torch_group_for([input])._allgather_base(output, input, options)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -185,7 +190,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         options = options_of(c10d.AllgatherOptions, opts)
         if self._is_ours(outputs, inputs):
             return self._launch(options, calls.all_gather_flat, outputs, inputs)
-        return self._torch_group_for(inputs).all_gather_single_coalesced(outputs, inputs, options)
+        return self._torch_group_for(inputs).allgather_into_tensor_coalesced(outputs, inputs, options)
 
     def gather(
         self,
@@ -243,7 +248,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         options = options_of(c10d.ReduceScatterOptions, opts)
         if reduction := self._reduction(options, [output, input]):
             return self._launch(options, calls.reduce_scatter_flat, [output], [input], reduction)
-        return self._torch_group_for([output]).reduce_scatter_single(output, input, options)
+        return self._torch_group_for([output])._reduce_scatter_base(output, input, options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -253,7 +258,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         one_type = len({tensor.dtype for tensor in outputs}) == 1
         if one_type and (reduction := self._reduction(options, outputs, inputs)):
             return self._launch(options, calls.reduce_scatter_flat, outputs, inputs, reduction)
-        return self._torch_group_for(outputs).reduce_scatter_single_coalesced(outputs, inputs, options)
+        return self._torch_group_for(outputs).reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
         """Give rank i the i-th tensor."""
@@ -276,7 +281,7 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         splits = (output_split_sizes, input_split_sizes)
         if self._is_ours([output, input]):
             return self._launch(options, calls.all_to_all_flat, output, input, *splits)
-        return self._torch_group_for([input]).all_to_all_single(output, input, *splits, options)
+        return self._torch_group_for([input]).alltoall_base(output, input, *splits, options)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Wait for all ranks."""
@@ -352,12 +357,16 @@ class PacelineGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see above
         others = {name: backend for name, backend in self._backends().items() if name != "cpu"}
         if device.type not in others:
             return
-        self._other_devices = distributed.new_group(
-            distributed.get_process_group_ranks(self),
-            timeout=self._gloo.options._timeout,
-            backend=",".join(f"{name}:{backend}" for name, backend in others.items()),
-            use_local_synchronization=True,
-        )
+        self._is_making_others = True
+        try:
+            self._other_devices = distributed.new_group(
+                distributed.get_process_group_ranks(self),
+                timeout=self._gloo.options._timeout,
+                backend=",".join(f"{name}:{backend}" for name, backend in others.items()),
+                use_local_synchronization=True,
+            )
+        finally:
+            self._is_making_others = False
         for name, backend in others.items():
             made = self._other_devices._get_backend(torch.device(name))
             kind = c10d.Backend.backend_type_map[backend]

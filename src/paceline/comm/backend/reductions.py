@@ -103,7 +103,11 @@ class Reduction:
     def of(cls, reduce_op: Any, dtype: torch.dtype) -> "Reduction | None":
         """The reduction of a ``ReduceOp``; None if it is not defined for the dtype."""
         found = _reduction(reduce_op.op, dtype)
-        return replace(found, factor=reduce_op.factor) if found and found.name == "premul_sum" else found
+        if found is None or found.name != "premul_sum":
+            return found
+        # What it is pickled as: torch 2.10 has no other way to the factor.
+        _, factor = reduce_op.__getstate__()
+        return replace(found, factor=factor)
 
     @property
     def averages(self) -> bool:

@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.backend.arguments import memory_ranges
 from paceline.comm.backend.calls import BackendCall
+from paceline.comm.native_threads import wait_until_asleep
 from paceline.comm.pending import OnSlow
-from paceline.comm.shm.channel import Channel
+from paceline.comm.shm.channel import Channel, end_threads
 from paceline.comm.shm.collective import Launched
 from paceline.errors import ClosedGroupError, LateRankError
 from paceline.torch_private import is_profiler_enabled
@@ -301,3 +302,5 @@ _executors: "weakref.WeakSet[WorkExecutor]" = weakref.WeakSet()
 def _exit_all() -> None:
     for executor in list(_executors):
         executor.exit()
+    end_threads(_EXIT_SECONDS)
+    wait_until_asleep()

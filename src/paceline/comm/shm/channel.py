@@ -7,8 +7,8 @@ rank, so the number of signals that have come is all that a rank has to know.
 
 Note [No thread]. Nothing happens in the background: a rank makes progress when it launches something and when
 it waits. On a machine whose cores are busy with backward a thread would gain no time and cost much. There is
-one exception: a rank that gives up a step still owes the others its part of what it has launched, and lets a
-thread do that.
+one exception: a rank that gives up a step, or will end it later, owes the others its part of what it has
+launched, and lets a thread do that. It ends before the interpreter exits, see Note [Works that gloo drops].
 """
 
 import contextlib
@@ -49,6 +49,15 @@ _SPINS = 200
 _SLEEP, _SHORT_SLEEP = 0.1, 0.001
 # This process's channels: see Channel._advance_other_channels.
 _channels: "weakref.WeakValueDictionary[int, Channel]" = weakref.WeakValueDictionary()
+_exiting = threading.Event()
+
+
+def end_threads(seconds: float) -> None:
+    """End the channels' threads, because the interpreter exits; waits for each as long at most."""
+    _exiting.set()
+    for reference in _channels.valuerefs():
+        if (channel := reference()) is not None:
+            channel.join_background(seconds)
 
 
 class Channel:
@@ -181,23 +190,38 @@ class Channel:
                 )
                 self._background.start()
 
+    def join_background(self, seconds: float) -> None:
+        """Wait until the thread has ended, if there is one."""
+        if (thread := self._background) is not None:
+            thread.join(seconds)
+
     def _run_background(self) -> None:
         try:
             while self._background is not None:
-                self._wait_for(self._background_chunks, all_done=True)
+                self._wait_for(self._background_chunks, all_done=True, in_background=True)
                 with self._lock:  # there may be more by now
                     if self._done_chunks >= self._background_chunks:
                         self._background = None
-        except Exception:  # the next wait raises it
+        except Exception:  # the next wait raises it, if the interpreter does not exit
             self._background = None
 
     def _wait_for(
-        self, chunks: int, *, all_done: bool, on_slow: OnSlow = lambda: None, timeout: float | None = None
+        self,
+        chunks: int,
+        *,
+        all_done: bool,
+        on_slow: OnSlow = lambda: None,
+        timeout: float | None = None,
+        in_background: bool = False,
     ) -> None:
         timer = None
         self._note_thread()
+        if in_background:
+            on_slow = _check_not_exiting
         while True:
             with self._lock:
+                if in_background:
+                    _check_not_exiting()
                 if self._failures.error is not None:
                     self._failures.raise_again()
                 self.advance()
@@ -378,6 +402,11 @@ def make_channel(segment: Segment, number: int, size: int) -> None:
     address = segment.at(offset, nbytes).data_ptr()
     for signal in range(_SIGNALS):
         make_signal(address + signal * signal_bytes(size), size)
+
+
+def _check_not_exiting() -> None:
+    if _exiting.is_set():
+        raise CollectiveError("the interpreter exits")
 
 
 def _layout(number: int, size: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import os
 import secrets
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from paceline.comm.shm.segment import HEAD, HEAD_BYTES, MAX_RANKS, RankLocks, Se
 HOST_VARIABLE = "PACELINE_HOST_ID"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SECRET_BYTES = 32
+# With its number it tells processes apart; forks of one process have it in common.
+_PROCESS = secrets.token_hex(_SECRET_BYTES)
 
 
 class Gatherer(Protocol):
@@ -134,7 +137,7 @@ def find_local_ranks(group: Gatherer) -> LocalRanks | None:
     Returns:
         None, on every rank, if no two ranks share memory.
     """
-    own = (host_id(), libc.unsupported_reason())
+    own = (host_id(), libc.unsupported_reason(), f"{os.getpid()} {_PROCESS}")
     candidates = _candidates(group.gather_objects(own))
     if all(len(ranks) == 1 for ranks in candidates):
         return None
@@ -157,11 +160,13 @@ def host_id() -> str:
     return f"{boot} {os.environ.get(HOST_VARIABLE, '')}"
 
 
-def _candidates(answers: Sequence[tuple[str, str | None]]) -> list[list[int]]:
-    """Ranks by host; a rank that cannot share memory is by itself."""
+def _candidates(answers: Sequence[tuple[str, str | None, str]]) -> list[list[int]]:
+    """Ranks by host; a rank that cannot share memory, or is a thread beside another rank, is by itself."""
     hosts: dict[str, list[int]] = {}
-    for rank, (host, unsupported_reason) in enumerate(answers):
-        hosts.setdefault(host if unsupported_reason is None else f"rank {rank}", []).append(rank)
+    processes = Counter(process for _, _, process in answers)
+    for rank, (host, unsupported_reason, process) in enumerate(answers):
+        shares = unsupported_reason is None and processes[process] == 1
+        hosts.setdefault(host if shares else f"rank {rank}", []).append(rank)
     return list(hosts.values())
 
 

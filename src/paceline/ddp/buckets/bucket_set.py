@@ -1,6 +1,7 @@
 """The buckets of one plan, with the memory in which the step report travels."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,23 @@ from paceline.tensors.dtensor import Trained
 Bucket = DenseBucket | SparseBucket
 
 
+@dataclass(frozen=True)
+class BucketOptions:
+    """How buckets are made.
+
+    Attributes:
+        as_views: whether to reuse the storage even if somebody still holds a gradient in it
+            (``gradient_as_bucket_view``).
+        lazy: whether to release the storage after each step (``lazy_bucket_allocation``); it is always
+            allocated when the first gradient of the bucket is copied.
+        dtype: the data type in which gradients travel; each in its parameter's own type if None.
+    """
+
+    as_views: bool = False
+    lazy: bool = False
+    dtype: torch.dtype | None = None
+
+
 class BucketSet:
     """A plan and its buckets.
 
@@ -23,9 +41,8 @@ class BucketSet:
         report_numel: the number of elements of a step report.
         report_in_bucket: whether the report travels behind the last bucket's gradients, or in a tensor of
             its own.
-        as_views: whether to reuse the storage even if somebody still holds a gradient in it.
-        dtype: the data type in which gradients travel; each in its parameter's own type if None.
-        empty: makes the buckets' storage.
+        options: how the buckets are made.
+        empty: makes their storage.
 
     Attributes:
         buckets: one for each of the plan's.
@@ -41,8 +58,7 @@ class BucketSet:
         *,
         report_numel: int,
         report_in_bucket: bool,
-        as_views: bool,
-        dtype: torch.dtype | None = None,
+        options: BucketOptions,
         empty: Empty,
     ) -> None:
         self.plan = plan
@@ -50,8 +66,7 @@ class BucketSet:
         self._parameters = parameters
         self._report_numel = report_numel
         self._report_in_bucket = report_in_bucket
-        self._as_views = as_views
-        self._dtype = dtype
+        self._options = options
         self._empty = empty
         self._report: Tensor | None = None
         self.buckets: list[Bucket] = []
@@ -59,7 +74,7 @@ class BucketSet:
         self.is_large = bytearray(len(slots))
         for number, members in enumerate(plan.buckets):
             has_report = report_in_bucket and number == plan.report_bucket
-            bucket = self._make(members, as_views=as_views, tail=report_numel if has_report else 0)
+            bucket = self._make(members, as_views=options.as_views, tail=report_numel if has_report else 0)
             self.buckets.append(bucket)
             for slot in bucket.slots:
                 self.bucket_of[slot.index] = bucket
@@ -71,7 +86,13 @@ class BucketSet:
 
     def for_slots(self, members: Sequence[int]) -> Bucket:
         """A bucket of slots that the plan does not cover."""
-        return self._make(members, as_views=self._as_views)
+        return self._make(members, as_views=self._options.as_views)
+
+    def end_step(self) -> None:
+        """Release the buckets' storage, if it is allocated for one step only."""
+        if self._options.lazy:
+            for bucket in self.buckets:
+                bucket.release()
 
     @property
     def report(self) -> Tensor:
@@ -88,7 +109,7 @@ class BucketSet:
         slots = [self._slots[slot] for slot in members]
         parameters = [self._parameters[slot] for slot in members]
         if slots and slots[0].sparse:
-            return SparseBucket(slots[0], parameters[0], self._dtype)
+            return SparseBucket(slots[0], parameters[0], self._options.dtype)
         device = (parameters or self._parameters)[0].device
         return DenseBucket(
             slots,
@@ -96,6 +117,6 @@ class BucketSet:
             device=device,
             tail=tail,
             as_views=as_views,
-            dtype=self._dtype,
+            dtype=self._options.dtype,
             empty=self._empty,
         )

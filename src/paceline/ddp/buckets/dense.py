@@ -77,6 +77,7 @@ class DenseBucket:
         self._views: list[Tensor] = []
         self._runs: list[Tensor] = []
         self._lent = Lent(self._views)
+        self._parts: list[DenseBucket] = []
         self.begin()
 
     @property
@@ -103,7 +104,7 @@ class DenseBucket:
 
     def part(self, members: Sequence[int]) -> "DenseBucket":
         """A bucket for some of the slots, by their position in ``slots``, in ordinary memory."""
-        return DenseBucket(
+        part = DenseBucket(
             [self.slots[member] for member in members],
             [self.parameters[member] for member in members],
             device=self._device,
@@ -111,6 +112,8 @@ class DenseBucket:
             dtype=self._dtype,
             empty=_ordinary_memory,
         )
+        self._parts.append(part)
+        return part
 
     def reset(self) -> None:
         """Forget the step; the storage stays."""
@@ -124,13 +127,22 @@ class DenseBucket:
         self._unused: dict[int, Tensor | None] = {}
         self._unused_views: set[int] = set()
 
+    def release(self) -> None:
+        """Leave the storage to whoever holds a gradient in it; the next step takes new storage."""
+        self._flat = None
+        self._typed = torch.empty(0)
+        self._views, self._runs = [], []
+        self._lent = Lent(self._views)
+        for part in self._parts:
+            part.release()
+
     def begin(self) -> None:
         """A step begins, perhaps after the module was converted to another data type or device."""
         self.reset()
         if self.parameters and self._flat is not None:
             like = self.parameters[0]
             if (self._typed.dtype, self._typed.device) != (self._dtype_for(like), like.device):
-                self._flat = None
+                self.release()
 
     def copy_in(self, slots: Iterable[int], factor: float) -> None:
         """Copy the gradients of some slots into their views, and take them off their parameters.
@@ -178,13 +190,16 @@ class DenseBucket:
 
     def zero(self) -> None:
         """Contribute zeros, in new storage: parameters may hold parts of the old one."""
-        self._flat = None
+        self.release()
         self.storage.zero_()
 
     def receive(self, result: Tensor) -> None:
-        """Hold gradients that were reduced outside the storage."""
-        if result.data_ptr() != self.gradients.data_ptr():
-            self.gradients.copy_(result.view(-1))
+        """Hold gradients that were reduced outside the storage, in any precision."""
+        own = self.gradients
+        if result.data_ptr() == own.data_ptr() and result.dtype == own.dtype and result.is_contiguous():
+            return
+        shares_memory = result.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        own.copy_((result.clone() if shares_memory else result).reshape(-1))
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients."""

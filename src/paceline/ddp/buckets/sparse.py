@@ -46,6 +46,9 @@ class SparseBucket:
         """The one gradient, in a list."""
         return [self.storage]
 
+    def release(self) -> None:
+        """The step has ended, and with it the rows are gone."""
+
     def begin(self) -> None:
         """A step begins; there is nothing to prepare."""
 
@@ -74,8 +77,8 @@ class SparseBucket:
         self._rows = torch.sparse_coo_tensor(nowhere, values, like.shape, check_invariants=False)
 
     def receive(self, result: Tensor) -> None:
-        """Hold a gradient that was reduced outside the bucket."""
-        self._rows = result
+        """Hold a gradient that was reduced outside the bucket, in any precision."""
+        self._rows = result.to(self._dtype or self.parameters[0].dtype)
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradient."""

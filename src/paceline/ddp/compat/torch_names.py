@@ -32,7 +32,7 @@ from paceline.errors import OptionError, UnsupportedError
 from paceline.options import WrapperOptions
 from paceline.torch_private import as_overlapped_optimizer
 
-# Attributes of torch's wrapper, and where the parts of ours keep their values.
+# Attributes of torch's wrapper, and where the parts of ours have them.
 ATTRIBUTES = {
     "dim": "_options.dim",
     "find_unused_parameters": "_options.find_unused_parameters",
@@ -40,6 +40,7 @@ ATTRIBUTES = {
     "mixed_precision": "_options.mixed_precision",
     "skip_all_reduce_unused_params": "_options.skip_all_reduce_unused_params",
     "batched_grad_copy": "_options.batched_grad_copy",
+    "lazy_bucket_allocation": "_options.lazy_bucket_allocation",
     "bucket_bytes_cap": "_options.caps.cap",
     "bucket_bytes_cap_list": "_options.caps.listed",
     "bucket_bytes_cap_default": "_options.caps.is_default",
@@ -52,6 +53,7 @@ ATTRIBUTES = {
     "_distributed_rank": "_group.rank",
     "_has_rebuilt_buckets": "_reducer.uses_rebuilt_plan",
     "_authoritative_rank": "_uneven_inputs.final_rank",
+    "_check_manual_backward_finalization_supported": "_finalization.check_supported",
 }
 
 # Inner steps of torch's wrapper, which would work on parts that ours does not have.

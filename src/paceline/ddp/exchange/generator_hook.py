@@ -14,7 +14,7 @@ from paceline.ddp.exchange.between_hosts import BetweenHosts
 from paceline.ddp.exchange.comm_hook import check_result
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.hook_run import HookRun
-from paceline.errors import OptionError
+from paceline.errors import OptionError, UnsupportedError
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, averaged
 
@@ -100,5 +100,10 @@ def exchange_for_hook(group: Group, state: object, hook: Hook) -> GeneratorHookE
         raise OptionError(
             f"this hook keeps its own state: register it with None (hook: {hook.name}, "
             f"state: {type(state).__name__})"
+        )
+    if group.may_change:
+        raise UnsupportedError(
+            "paceline's hooks need ranks that stay the same; in a process group whose ranks may change, use "
+            f"torch's hooks (hook: {hook.name})"
         )
     return GeneratorHookExchange(group, hook)

@@ -102,7 +102,7 @@ def copy_optimizer_state(
     own = []
     if group.rank == source:
         own = [_pack(each, parameters, signature, tensors) for signature, each in known.items()]
-    states: list[_OptimizerState] = group.gather_objects(own)[source]
+    states: list[_OptimizerState] = group.gather_objects(own, device)[source]
     if group.rank == source:
         tensors = [tensor.to(device).contiguous() for tensor in tensors]
     else:

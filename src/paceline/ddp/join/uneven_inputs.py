@@ -72,6 +72,7 @@ class UnevenInputs:
         self._reducer = reducer
         self._buffers = buffers
         self._divides_by_all = True
+        self._left_unfinalized = False
         self.final_rank: int | None = None
 
     def enter(self, wrapper: Joinable, *, divides_by_all: bool, in_graph: bool) -> "ExhaustedRank":
@@ -81,7 +82,10 @@ class UnevenInputs:
                 "join does not work with hooks that average parameters, nor with reductions in a compiled "
                 f"graph (hook: {self._reducer.exchange.name}, in graph: {in_graph})"
             )
+        if self._reducer.group.may_change:
+            raise OptionError("join does not work with a process group whose ranks may change")
         self._divides_by_all = divides_by_all
+        self._left_unfinalized = False
         watch_optimizers()
         return ExhaustedRank(wrapper, self)
 
@@ -92,6 +96,23 @@ class UnevenInputs:
         if (told := Join.notify_join_context(wrapper)) is not None:
             told.wait()
         self._exchange(active=True, synced=synced)
+
+    def end_launched_step(self) -> None:
+        """The inputs have run out: end what this rank has launched, before it issues other collectives."""
+        turns = self._reducer.turns
+        if turns.awaits_finalize(self._reducer):
+            self._left_unfinalized = True
+            turns.finalize(self._reducer)
+        turns.finish_launched()
+
+    def check_finalized(self) -> None:
+        """Raise if the user has left the last step of this rank to be ended after the join."""
+        if self._left_unfinalized:
+            raise StepError(
+                "the join block ended before finalize_backward() was called for this rank's last step, so "
+                "no optimizer has used its gradients; call it and step the optimizer inside the block "
+                f"({self._reducer.where})"
+            )
 
     def run_empty_step(self) -> None:
         """On an exhausted rank, issue the collectives of one step of the others, in their order."""
@@ -171,13 +192,16 @@ class ExhaustedRank(JoinHook):
     def main_hook(self) -> None:
         """The ranks that have inputs run a step."""
         if self._own_grads is None:
+            self._inputs.end_launched_step()
             # The steps of the others end in this rank's parameters too, as in theirs.
             self._own_grads = self._inputs.grads()
         self._inputs.run_empty_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank is exhausted."""
+        self._inputs.end_launched_step()
         if self._own_grads is not None:
             self._inputs.set_grads(self._own_grads)
         self._inputs.sync_final_model(was_last=is_last_joiner)
         disable_join(self._wrapper)
+        self._inputs.check_finalized()

@@ -145,12 +145,16 @@ class _GradHook:
             self.handle = self.parameter.register_post_accumulate_grad_hook(self.call)
 
 
-def at_start_of_backward(outputs: Iterable[Any], begins: Callable[[], object], *, but: Iterable[Any]) -> None:
+def at_start_of_backward(
+    outputs: Iterable[Any], begins: Callable[..., object], *, synced: bool, but: Iterable[Any]
+) -> None:
     """Call ``begins`` when a backward that accumulates gradients reaches one of the output tensors.
 
     Args:
         outputs: what a module returned.
-        begins: called, perhaps more than once.
+        begins: a method that is called, perhaps more than once; held weakly, because a module that keeps its
+            output would otherwise keep, through it, the wrapper that keeps the module.
+        synced: passed on.
         but: what the module was given; an output that comes from there has no parameter behind it.
     """
     seen = {given.grad_fn for given in but if isinstance(given, Tensor)}
@@ -158,7 +162,7 @@ def at_start_of_backward(outputs: Iterable[Any], begins: Callable[[], object], *
         node = output.grad_fn if isinstance(output, Tensor) else None
         if node is not None and node not in seen:
             seen.add(node)
-            node.register_prehook(_StartOfBackward(node, begins))
+            node.register_prehook(_StartOfBackward(node, weakref.WeakMethod(begins), synced=synced))
 
 
 def during_backward(outputs: Iterable[Any], enter: Callable[[], bool], leave: Callable[[], None]) -> None:
@@ -195,15 +199,19 @@ def accumulates_into_grad(leaf: Node) -> bool:
 
 
 class _StartOfBackward:
-    def __init__(self, node: Node, begins: Callable[[], object]) -> None:
+    def __init__(
+        self, node: Node, begins: "weakref.WeakMethod[Callable[..., object]]", *, synced: bool
+    ) -> None:
         self._nexts = [next_ for next_, _ in node.next_functions]
         self._begins = begins
+        self._synced = synced
 
     @traced_as(lambda _self, _grads: None)  # there gradients are reduced in the graph, and nothing begins
     @untraced_with_calls
     def __call__(self, _grads: object) -> None:
-        if _accumulates(self._nexts):
-            self._begins()
+        begins = self._begins()
+        if begins is not None and _accumulates(self._nexts):
+            begins(synced=self._synced)
 
 
 class _EndOfBackward:

@@ -19,12 +19,26 @@ from paceline.ddp.reducer.step_report import StepOutcome
 class TakesTurns(Protocol):
     """A reducer, as far as it is needed here; reducer.py imports this file."""
 
+    # What its step ended with before its user ended it. Not kept here: its traceback leads to the reducer.
+    unraised: BaseException | None
+
     @property
     def is_syncing(self) -> bool:
         """Whether its backward has begun a step; otherwise it only accumulates."""
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether all its buckets are launched, and ``finalize`` ends the step."""
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether another wrapper averages the same gradients, perhaps in another group."""
+
     def finish(self) -> None:
-        """End its part of a backward: average the gradients, if it is syncing."""
+        """End its part of a backward: average the gradients or launch them, if it is syncing."""
+
+    def finalize(self) -> None:
+        """End a step that is launched."""
 
     def follow_up(self) -> None:
         """Do what follows a step that has ended well, on this rank alone."""
@@ -48,6 +62,8 @@ class GroupTurns:
         self._expected: weakref.WeakSet[TakesTurns] = weakref.WeakSet()
         # Those at work, by backward; not weak, because a backward may outlive the wrapper.
         self._at_work: dict[int, list[TakesTurns]] = {}
+        # Those whose users have to end the step, which may have ended without them.
+        self._unfinalized: weakref.WeakSet[TakesTurns] = weakref.WeakSet()
 
     def join(self, reducer: TakesTurns) -> None:
         """Add a reducer."""
@@ -57,6 +73,10 @@ class GroupTurns:
         """Remove a reducer."""
         self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
         self._expected.discard(reducer)
+
+    def is_expected(self, reducer: TakesTurns) -> bool:
+        """Whether a forward of the reducer has no backward yet."""
+        return reducer in self._expected
 
     def expect(self, reducer: TakesTurns) -> None:
         """Note that a forward was called whose backward will be synced."""
@@ -77,6 +97,49 @@ class GroupTurns:
             at_end_of_backward(partial(self._end, backward), partial(self._lose, backward))
         self._at_work.setdefault(backward, []).append(reducer)
 
+    def is_at_work(self, reducer: TakesTurns) -> bool:
+        """Whether a backward in which the reducer has begun something still runs."""
+        return any(reducer in at_work for at_work in self._at_work.values())
+
+    def finish_inside_backward(self, reducer: TakesTurns) -> None:
+        """The user ends a step while its backward still runs: launch it now, for ``finalize``."""
+        reducer.finish()
+        self._expected.discard(reducer)
+        self._unfinalized.add(reducer)
+
+    def awaits_finalize(self, reducer: TakesTurns) -> bool:
+        """Whether the user has to end the reducer's step before anything else."""
+        return reducer in self._unfinalized
+
+    def finalize(self, reducer: TakesTurns) -> None:
+        """End the reducer's step, if it has not ended yet; raises what it ended with."""
+        self.finish_launched()
+        self._unfinalized.remove(reducer)
+        if reducer.unraised is not None:
+            try:
+                raise reducer.unraised
+            finally:
+                reducer.unraised = None
+
+    def finish_launched(self) -> BaseException | None:
+        """End the step that its user has not ended yet, so that this rank can issue other collectives.
+
+        What it ends with is for its user, who ends the step later. Returns the error if the step is lost, on
+        every rank alike.
+        """
+        # There is one at most, because it ends before another is launched.
+        for reducer in [each for each in self._unfinalized if each.is_launched]:
+            try:
+                reducer.finalize()
+            except BaseException as error:
+                reducer.unraised = error
+                return error
+            try:
+                reducer.follow_up()
+            except BaseException as error:  # this rank alone has it, and other steps go on
+                reducer.unraised = error
+        return None
+
     def fail_forward(self, reducer: TakesTurns, reason: str) -> None:
         """A forward raised: no backward will come, neither for it nor for those that wait for theirs."""
         self._fail([reducer, *self._expected], StepOutcome.RAISED_IN_FORWARD, reason)
@@ -84,12 +147,14 @@ class GroupTurns:
     def _end(self, backward: int) -> None:
         """End a backward, one reducer after the other; if one fails, the rest fail on every rank alike."""
         failed: BaseException | None = None
-        ended = []
+        ended: list[TakesTurns] = []
         at_work = self._in_order(self._at_work.pop(backward))
         if any(reducer.is_syncing for reducer in at_work):
             self._expected.clear()
         for reducer in at_work:
             is_syncing = reducer.is_syncing
+            if is_syncing:
+                failed = failed or self.finish_launched()
             if failed is not None and is_syncing:
                 reducer.drop()
                 continue
@@ -98,7 +163,12 @@ class GroupTurns:
             except BaseException as error:  # raised below, when the others are done
                 failed = failed or error
             else:
-                ended += [reducer] if is_syncing else []
+                if reducer.is_launched:
+                    self._unfinalized.add(reducer)
+                    if reducer.is_nested:  # the other wrapper reads ``.grad`` next
+                        failed = failed or self.finish_launched()
+                elif is_syncing:
+                    ended.append(reducer)
         for reducer in ended:
             try:
                 reducer.follow_up()
@@ -133,9 +203,9 @@ class GroupTurns:
         return [reducer for reducer in known if reducer in reducers]
 
 
-_turns: dict[str, GroupTurns] = {}
+_turns: dict[tuple[str, int], GroupTurns] = {}
 
 
-def turns_of(group_name: str) -> GroupTurns:
-    """The turns of a group, by the name that all ranks know it by."""
-    return _turns.setdefault(group_name, GroupTurns())
+def turns_of(group_name: str, rank: int) -> GroupTurns:
+    """The turns of a rank's reducers in a group; several ranks may be threads of one process."""
+    return _turns.setdefault((group_name, rank), GroupTurns())

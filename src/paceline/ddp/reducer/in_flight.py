@@ -122,11 +122,11 @@ class InFlight:
                 self._recorder.reduced(number)
                 yield bucket
 
-    def read_report(self, report: Callable[[], RankReport]) -> StepSummary:
-        """What all ranks said of the step; ``report`` makes this rank's, if it travels beside the buckets."""
+    def read_report(self, report: RankReport | None) -> StepSummary:
+        """What all ranks said of the step; ``report`` is this rank's, if it travels beside the buckets."""
         if not self._exchange.carries_report:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
-            self._exchange_report(report())
+            self._exchange_report(report)
         self._recorder.all_reduced()
         return self._layout.read(self._bucket_set.report)
 
@@ -145,6 +145,10 @@ class InFlight:
     def confirm(self) -> None:
         """Raise on every rank if a hook made a mistake on some rank after the report had been read."""
         if self._exchange.carries_report:
+            return
+        if self._group.may_change:  # see Note [Ranks that change]
+            if self.mistake is not None:
+                raise self.mistake
             return
         if self.mistake is not None:
             self._group.peer_notes.note_reason(self._step, repr(self.mistake))
@@ -196,7 +200,7 @@ class InFlight:
 
     def wait_for_remaining(self) -> None:
         """Wait for what is left of a step that was lost: its storage is needed again."""
-        if self.broken is not None:
+        if self.broken is not None and not self._group.may_change:
             self._refuse_to_go_on()
         if self.outcome in RAISED:
             self._launch_rest()
@@ -204,7 +208,7 @@ class InFlight:
             bucket = self._bucket_set.buckets[number]
             # The other ranks were told of a hook's mistake when it was made.
             with contextlib.suppress(HookError), self._naming(bucket, number) as on_slow:
-                self._exchange.wait(bucket, number, pending, on_slow)
+                pending.wait(on_slow)
         if self.outcome in RAISED and not self._exchange.carries_report:
             self._exchange_report(None)
 
@@ -241,7 +245,7 @@ class InFlight:
             raise
         except StepError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
                 # Ranks of other hosts cannot see what has happened on this one.
                 self._group.peer_notes.note_reason(self._step, repr(error))
@@ -252,13 +256,18 @@ class InFlight:
         names = [slot.name for slot in bucket.slots]
         if len(names) > _NAMES_SHOWN:
             names = [*names[:2], "…", names[-1]]
-        missing = self._group.peer_notes.missing(self._step, number)
-        who = f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
         return (
             f"bucket {number} ({', '.join(names)}) of step {self._step} was not reduced on rank "
-            f"{self._group.rank}; {who}; such a rank ran no backward in this step, is still in it, or has "
-            f"died ({error})"
+            f"{self._group.rank}; {self._who_is_missing(number)}; such a rank ran no backward in this "
+            f"step, is still in it, or has died ({error})"
         )
+
+    def _who_is_missing(self, number: int) -> str:
+        notes = self._group.peer_notes
+        if not notes.can_be_left:
+            return "some rank has not come to it, and the group has no store that could tell which"
+        missing = notes.missing(self._step, number)
+        return f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
 
     def _on_slow(self, number: int) -> None:
         """A wait takes long: say so to the others, and see whether another rank has given up."""
@@ -287,7 +296,8 @@ class InFlight:
             raise
 
     def _break_off(self, number: int, error: BaseException) -> None:
-        self.broken = f"{error!r} in the hook for bucket {number}"
+        where = "reduction of" if self._exchange.carries_report else "hook for"
+        self.broken = f"{error!r} in the {where} bucket {number}"
         self._group.peer_notes.note_reason(self._step, self.broken)
         self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
 
@@ -296,9 +306,9 @@ class InFlight:
         points = self._group.peer_notes.wait_until_all_stopped(self._step)
         if len(points) < self._group.size or len({*points.values()}) > 1:
             raise StepError(
-                f"the ranks' collectives no longer match: {self.broken}, and only the hook knows what it "
-                "would have sent. Make a new process group, and give it to the hook and to "
-                f"_update_process_group (step: {self._step}, rank: {self._group.rank})"
+                f"the ranks' collectives no longer match: {self.broken}. Make a new process group, and give "
+                "it to _update_process_group, and to the hook if there is one "
+                f"(step: {self._step}, rank: {self._group.rank})"
             )
 
 

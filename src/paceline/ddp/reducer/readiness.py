@@ -81,6 +81,21 @@ class Readiness:
         """Those slots for which no gradient arrived in this step."""
         return [slot for slot in slots if self._missing[slot] == self._expected[slot]]
 
+    def unready(self) -> list[int]:
+        """Those slots of the plan of which a gradient is still expected in this step."""
+        return [slot for slot, count in enumerate(self._missing) if count > 0 and self._is_planned(slot)]
+
+    @property
+    def used_all(self) -> bool:
+        """Whether the last step used every slot of the plan."""
+        before = self._used_before
+        return before is not None and all(
+            before[slot] for slot in range(len(before)) if self._is_planned(slot)
+        )
+
+    def _is_planned(self, slot: int) -> bool:
+        return self._bucket_of[slot] is not None
+
     def is_complete(self, bucket: int) -> bool:
         """Whether the bucket is full, and nothing arrived that was not expected."""
         return self._unready[bucket] == 0 and not self._extra

@@ -6,6 +6,11 @@ whether a backward is running. Each synced backward is a Step of its own, see No
 Note [Linearity]. What is averaged is the whole ``.grad``. What is equal on all ranks already is its own
 average, so averaging old plus new gives old plus the average of new: a second backward, or one that follows
 accumulation, comes out right.
+
+Note [Ranks that change]. A group may have other ranks in each step: one dies, another joins, as in torchft's
+groups. Such a group drops failed collectives and tells its manager, and the step is repeated. So here a rank
+that raises does not tell the others, which would raise too. Nothing that a new rank cannot know decides which
+collectives there are: the plan follows the order of the parameters, and the report does not tell ranks apart.
 """
 
 import contextlib
@@ -13,22 +18,23 @@ import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypedDict
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from paceline.comm.group import Group
-from paceline.ddp.buckets.bucket_set import BucketSet
+from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.accumulation import Accumulation
 from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.autograd_hooks import GradHooks, current_backward
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.planner import Planner, PlanStage
-from paceline.ddp.reducer.readiness import Readiness
-from paceline.ddp.reducer.step import BATCH, Step, StepContext
-from paceline.ddp.reducer.step_report import ReportLayout, StepOutcome, StepSummary
+from paceline.ddp.reducer.step import BATCH, Step
+from paceline.ddp.reducer.step_context import StepContext, lay_out
+from paceline.ddp.reducer.step_report import StepOutcome, StepSummary
+from paceline.ddp.reducer.strict_checks import StrictChecks
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutograd
 from paceline.ddp.state.buffers import ModuleBuffers
@@ -40,45 +46,15 @@ from paceline.recording.writer import PlanDescription
 
 
 class Phase(enum.Enum):
-    """What the reducer does with gradients: nothing has begun, only accumulate, or average."""
+    """What the reducer does with gradients: nothing has begun, only accumulate, or average.
+
+    LAUNCHED: backward has ended, all buckets are launched, and the user will say when the step ends.
+    """
 
     IDLE = enum.auto()
     ACCUMULATING = enum.auto()
     SYNCING = enum.auto()
-
-
-class StrictChecks(Protocol):
-    """Raises where torch's reducer raises.
-
-    Attributes:
-        error: the last refusal in words.
-        skip_unused: whether to skip buckets that this rank did not use.
-        static: whether the graph was said never to change.
-    """
-
-    error: str | None
-    skip_unused: bool
-    static: bool
-
-    def begin(self) -> None:
-        """Check the iteration that has ended, and start the next."""
-
-    def mark(self, slot: int) -> None:
-        """Check a gradient that has arrived."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketOptions:
-    """How buckets are made.
-
-    Attributes:
-        as_views: whether to reuse the storage even if somebody still holds a gradient in it
-            (``gradient_as_bucket_view``).
-        dtype: the data type in which gradients travel; each in its parameter's own type if None.
-    """
-
-    as_views: bool
-    dtype: torch.dtype | None
+    LAUNCHED = enum.auto()
 
 
 class Reducer:
@@ -97,10 +73,12 @@ class Reducer:
 
     Attributes:
         syncs: whether backward passes are synced; ``no_sync`` switches it off.
+        finalizes_manually: whether a step ends by ``finalize``, and not with its backward.
         ranks: the number of ranks that the next step's sum is divided by.
         step_number: the number of steps so far.
         last_summary: what the ranks reported of the last step.
         last_error: the last error in words.
+        unraised: what the last step ended with, if its user has not been told.
         accumulation: what passes that were not synced have left.
         turns: the reducers of the group, which take turns.
         distributed_autograd: watches backward passes of distributed autograd.
@@ -124,15 +102,18 @@ class Reducer:
         self.accumulation = Accumulation(parameters.local)
         self.strict = strict
         self.syncs = True
+        self.finalizes_manually = False
         self._sync_next = False
         self.ranks = group.size
         self.step_number = 0
         self.last_summary: StepSummary | None = None
         self.last_error: str | None = None
+        self.unraised: BaseException | None = None
         self._bucket_options = bucket_options
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._step: Step | None = None
+        self._launched = 0
         self.distributed_autograd = DistributedAutograd(self, parameters)
         self.grad_hooks = GradHooks(
             parameters.local,
@@ -141,7 +122,7 @@ class Reducer:
             in_graph=traced_reduction(self),
         )
         weakref.finalize(self, self.grad_hooks.remove)
-        self.turns = turns_of(group.name)
+        self.turns = turns_of(group.name, group.rank)
         self.turns.join(self)
         self.context = StepContext(
             parameters=parameters,
@@ -151,9 +132,10 @@ class Reducer:
             buffers=buffers,
             recorder=recorder,
             skip_unused=strict is not None and strict.skip_unused,
-            **self._lay_out(parameters, group, exchange),
+            **lay_out(planner, parameters, group, exchange, bucket_options),
         )
         self._follow_plan()
+        self._refuse_weights()
 
     @property
     def group(self) -> Group:
@@ -181,6 +163,16 @@ class Reducer:
         return self._phase is Phase.SYNCING
 
     @property
+    def is_launched(self) -> bool:
+        """Whether all buckets are launched, and the step ends by ``finalize``."""
+        return self._phase is Phase.LAUNCHED
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether another wrapper averages the same gradients, inside or around this one."""
+        return self.grad_hooks.nested
+
+    @property
     def uses_rebuilt_plan(self) -> bool:
         """Whether the plan in force was learned from the first backward."""
         plan = self.context.bucket_set.plan
@@ -189,7 +181,7 @@ class Reducer:
     @property
     def launched(self) -> int:
         """The number of buckets that were launched in the last step."""
-        return 0 if self._step is None else len(self._step.in_flight.launched)
+        return self._launched if self._step is None else len(self._step.in_flight.launched)
 
     def prepare(self, *, nested: bool = False) -> None:
         """Get ready for a forward.
@@ -212,7 +204,13 @@ class Reducer:
             return
         synced = self.syncs and (synced or self._sync_next)
         with self._lock:
+            self.check_finalized()
             if self._phase is Phase.IDLE:
+                if self.turns.is_at_work(self):
+                    raise StepError(
+                        "a gradient came after finalize_backward() had been called in the same backward; "
+                        f"call it after backward ({self.where})"
+                    )
                 self.turns.begin(self)
                 self._phase = Phase.ACCUMULATING
                 if self.is_weighted:
@@ -223,9 +221,14 @@ class Reducer:
 
     def begin_distributed(self) -> None:
         """A backward of distributed autograd has begun: see Note [Gradients of a context]."""
-        if self.is_weighted:
+        if self.is_weighted or self.finalizes_manually:
             # Kept as well: distributed autograd loses the words of an error.
-            self.last_error = "contributions cannot be weighed in distributed autograd"
+            what = (
+                "contributions cannot be weighed"
+                if self.is_weighted
+                else "a step cannot be finalized manually"
+            )
+            self.last_error = f"{what} in distributed autograd"
             raise UnsupportedError(self.last_error)
         self.begin(synced=True)
 
@@ -245,31 +248,35 @@ class Reducer:
             self._start_step()
             self._current.contribute_nothing()
             self.finish()
+            if self.is_launched:
+                self.finalize()
             self.follow_up()
 
     def finish(self) -> None:
-        """Backward has ended: average the gradients, or raise and drop them."""
+        """Backward has ended: average the gradients, or launch them; raise and drop them if it cannot."""
         with self._lock, torch.no_grad(), self._keeping_error():
-            if not self.is_syncing:
-                if self._phase is Phase.ACCUMULATING:
-                    self._on_grads()
-                    self._become_idle()
-                return
-            accumulated = self.accumulation.slots
-            try:
-                with self.distributed_autograd.in_grad() as arrived:
+            if self._phase is Phase.ACCUMULATING:
+                self._on_grads()
+                self._become_idle()
+            elif self.is_syncing:
+                with self._dropping_if_lost(), self.distributed_autograd.in_grad() as arrived:
                     self.grad_hooks.add(arrived)
                     self._on_grads()
-                    self._learn(self._current.finish())
-                if self.distributed_autograd.is_pending:
-                    self.accumulation.slots = accumulated
-                has_inputs = self._current.in_flight.outcome is not StepOutcome.NO_INPUTS
-                self.recorder.step_ended(StepKind.ORDINARY if has_inputs else StepKind.NO_INPUTS)
-            except BaseException:
-                self.drop()
-                raise
-            finally:
-                self._become_idle()
+                    if self.finalizes_manually:
+                        self._leave_launched()
+                    else:
+                        self._learn(self._current.finish())
+
+    def missing(self) -> list[str]:
+        """The names of the parameters of which the running step still expects a gradient."""
+        with self._lock:
+            self._on_grads()
+            return [self.context.parameters.slots[slot].name for slot in self.context.readiness.unready()]
+
+    def finalize(self) -> None:
+        """End a step that ``finish`` has only launched: average the gradients, or raise and drop them."""
+        with self._lock, torch.no_grad(), self._keeping_error(), self._dropping_if_lost():
+            self._learn(self._current.finish())
 
     def follow_up(self) -> None:
         """Do what follows a step that has ended well: what raises here concerns this rank alone."""
@@ -280,6 +287,9 @@ class Reducer:
     def give_up(self, outcome: StepOutcome, reason: str) -> None:
         """Tell the other ranks, by the rest of this step's collectives, that the step is lost."""
         with self._lock, torch.no_grad():
+            if self.group.may_change:
+                self.drop()
+                return
             if self._phase is not Phase.SYNCING:
                 self._start_step()
             try:
@@ -316,37 +326,59 @@ class Reducer:
 
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
+        self.check_finalized()
         return self.accumulation.weigh(weight)
 
     def use(self, exchange: Exchange) -> None:
         """Average by another exchange from now on."""
+        self.check_finalized()
         self._wait_for_lost_step()
         self._adopt_plan(self.group, exchange)
 
     def move_to(self, group: Group) -> None:
         """Go on with another group, as if training began anew."""
+        self.check_finalized()
         if self._step is not None and self._step.in_flight.broken is not None:
             self._step = None  # nothing of it will ever come
-        self._wait_for_lost_step()
+        try:
+            self._wait_for_lost_step()
+        except (RuntimeError, OSError):  # the old group fails again
+            self._step = None
         self.turns.leave(self)
-        self.turns = turns_of(group.name)
+        self.turns = turns_of(group.name, group.rank)
         self.turns.join(self)
         self.ranks = group.size
         self.step_number = 0
         self.planner.restart()
         self.context.buffers.forget()
         self._adopt_plan(group, self.exchange.for_group(group))
+        self._refuse_weights()
+
+    def check_finalized(self) -> None:
+        """Raise if the user has to end a step first."""
+        if self.turns.awaits_finalize(self):
+            raise StepError(
+                "Expected to have finalized the prior backward pass before starting a new one; call "
+                f"finalize_backward() once after each synced backward ({self.where})"
+            )
 
     def check_finished(self) -> None:
         """Raise if a backward has begun and not ended."""
+        self.check_finalized()
         if self._phase is not Phase.IDLE:
             raise StepError(f"step {self.step_number} has not been finished (rank: {self.group.rank})")
+
+    def _refuse_weights(self) -> None:
+        if self.group.may_change:
+            self.accumulation.no_weights = (
+                "contributions cannot be weighed in a process group whose ranks may change"
+            )
 
     def _on_grads(self) -> None:
         """Take in the gradients that have arrived since the last call."""
         with self._lock:
             slots = self.grad_hooks.new()
-            if self._phase is Phase.IDLE:
+            if self._phase in (Phase.IDLE, Phase.LAUNCHED):  # a backward that did not begin at our outputs
                 self.begin(synced=True)
             if self._phase is Phase.ACCUMULATING:
                 self.accumulation.add(slots)
@@ -357,7 +389,10 @@ class Reducer:
             self._current.add(slots)
 
     def _start_step(self) -> None:
+        self.turns.finish_launched()
         copy_late = self._get_ready()
+        if self.group.may_change:
+            self.ranks = self.group.count_ranks()
         self._phase = Phase.SYNCING
         self._step = Step(
             self.context,
@@ -396,17 +431,43 @@ class Reducer:
             self.planner.add([slot for slot in context.outside if summary.used[slot]])
         context.readiness.learn()
         self.planner.learn(summary.order)
-        context.buffers.learn(changed=summary.buffers_changed)
+        context.buffers.learn(changed=summary.buffers_changed or context.group.may_change)
         self.last_summary = summary
-        self.accumulation.clear()
+        if not self.distributed_autograd.is_pending:
+            self.accumulation.clear()
         self.ranks = context.group.size
         self.step_number += 1
+        has_inputs = self._current.in_flight.outcome is not StepOutcome.NO_INPUTS
+        self.recorder.step_ended(StepKind.ORDINARY if has_inputs else StepKind.NO_INPUTS)
+        # What was in flight holds the buckets' storage.
+        self._launched, self._step = self.launched, None
+        self._become_idle()
+
+    def _leave_launched(self) -> None:
+        """Launch what is left, and have it reduced while the user does something else."""
+        self._current.launch_rest()
+        self._phase = Phase.LAUNCHED
+        self.grad_hooks.clear()
+        self.group.finish_in_background()
+
+    @property
+    def where(self) -> str:
+        """The step's number and the rank, for errors."""
+        return f"step: {self.step_number}, rank: {self.group.rank}"
 
     def _become_idle(self) -> None:
         self._phase = Phase.IDLE
         self._sync_next = False
         self.distributed_autograd.clear()
         self.grad_hooks.clear()
+
+    @contextlib.contextmanager
+    def _dropping_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
 
     @contextlib.contextmanager
     def _keeping_error(self) -> Iterator[None]:
@@ -421,6 +482,7 @@ class Reducer:
         if self._step is not None and self._step.is_lost:
             self._step.in_flight.wait_for_remaining()
             self._step = None
+            self.context.bucket_set.end_step()
 
     def _adopt_plan(self, group: Group, exchange: Exchange) -> None:
         learned = self.context.readiness
@@ -428,36 +490,10 @@ class Reducer:
             self.context,
             group=group,
             exchange=exchange,
-            **self._lay_out(self.context.parameters, group, exchange),
+            **lay_out(self.planner, self.context.parameters, group, exchange, self._bucket_options),
         )
         self.context.readiness.expect_as(learned)
         self._follow_plan()
-
-    def _lay_out(self, parameters: ReducedParameters, group: Group, exchange: Exchange) -> "_Layout":
-        """The parts of the context that depend on the plan; the buckets' storage comes when first needed."""
-        plan = self.planner.plan
-        layout = ReportLayout(
-            slots=len(parameters.slots),
-            buckets=len(plan.buckets),
-            world=group.size,
-            with_order=self.planner.learns_order,
-        )
-        bucket_set = BucketSet(
-            plan,
-            parameters.slots,
-            parameters.local,
-            report_numel=layout.numel,
-            report_in_bucket=exchange.carries_report,
-            as_views=self._bucket_options.as_views,
-            dtype=self._bucket_options.dtype,
-            empty=group.empty,
-        )
-        return _Layout(
-            layout=layout,
-            bucket_set=bucket_set,
-            readiness=Readiness(plan, len(parameters.slots)),
-            outside=self.planner.outside(),
-        )
 
     def _follow_plan(self) -> None:
         """Have parameters' hooks and the recorder follow the plan in force."""
@@ -467,12 +503,3 @@ class Reducer:
         if self.planner.stage is not PlanStage.GUESS:
             eager.update(members[-1] for members in plan.buckets if members)
         self.grad_hooks.follow(self.planner.order, eager=eager)
-
-
-class _Layout(TypedDict):
-    """The parts of a StepContext that depend on the plan."""
-
-    layout: ReportLayout
-    bucket_set: BucketSet
-    readiness: Readiness
-    outside: Sequence[int]

@@ -12,59 +12,22 @@ known, a parameter that this rank did not use gets the average if another rank u
 ``.grad`` back (``set_unused_grads``).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
 
-from paceline.comm.group import Group
-from paceline.ddp.buckets.bucket_set import Bucket, BucketSet
+from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.buckets.plan import BucketCaps, make_plan
-from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.in_flight import InFlight
-from paceline.ddp.reducer.readiness import LaunchOrder, Readiness
-from paceline.ddp.reducer.step_report import RankReport, ReportLayout, StepOutcome, StepSummary
-from paceline.ddp.reducer.weights import Weights
-from paceline.ddp.state.buffers import ModuleBuffers
-from paceline.ddp.state.parameters import ReducedParameters
-from paceline.recording.recorder import Recorder
+from paceline.ddp.reducer.readiness import LaunchOrder
+from paceline.ddp.reducer.step_context import StepContext
+from paceline.ddp.reducer.step_report import RankReport, StepOutcome, StepSummary
 
 # The number of small gradients that are copied by one call: enough to share its cost, few enough for the
 # cache.
 BATCH = 64
 _UNCAPPED = BucketCaps((2**63,))
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """What a step works with, as it is when the step begins.
-
-    Attributes:
-        parameters: of all slots.
-        bucket_set: the plan's buckets.
-        layout: of the step report.
-        readiness: which slots are ready.
-        outside: slots that the plan does not cover.
-        exchange: how buckets are averaged.
-        group: the ranks.
-        weights: what contributions count.
-        buffers: the module's buffers; the report says whether they have changed.
-        recorder: records what happens when.
-        skip_unused: whether to skip buckets that this rank did not use, as torch does when asked.
-    """
-
-    parameters: ReducedParameters
-    bucket_set: BucketSet
-    layout: ReportLayout
-    readiness: Readiness
-    outside: Sequence[int]
-    exchange: Exchange
-    group: Group
-    weights: Weights
-    buffers: ModuleBuffers
-    recorder: Recorder
-    skip_unused: bool
 
 
 class Step:
@@ -107,6 +70,9 @@ class Step:
             context.bucket_set, context.layout, context.exchange, context.group, number, context.recorder
         )
         self._ranks = ranks
+        # Once backward has ended: buckets of gradients that came late, and a report that travels by itself.
+        self._late: dict[int, Bucket] | None = None
+        self._own_report: RankReport | None = None
 
     def begin(self) -> None:
         """Get ready for the first gradient."""
@@ -139,27 +105,46 @@ class Step:
             bucket.zero()
         self.in_flight.outcome = StepOutcome.NO_INPUTS
 
+    def launch_rest(self) -> None:
+        """Backward has ended, and ``finish`` comes later: launch the buckets that are left."""
+        for number in self._end_backward():
+            self._launch(number)
+        if self._is_weighted:
+            self._context.weights.leave_in_flight()
+
     def finish(self) -> StepSummary:
         """Backward has ended: launch the rest, make the averages ``.grad``; returns the ranks' reports."""
-        context = self._context
-        context.recorder.backward_ended()
-        for number in self._order.pop_remaining():
-            if not self._skips(number):
-                self.in_flight.wait_for_room()
-                self._launch(number)
-        late = {number: self._late_bucket(number) for number in context.readiness.late}
+        for number in self._end_backward():
+            self._launch(number)
         for bucket in self.in_flight.finished():
             if not self._is_weighted:
                 bucket.set_grads()
-        summary = self.in_flight.read_report(self._report)
+        summary = self.in_flight.read_report(self._own_report)
         if self.in_flight.mistake is not None:
             raise self.in_flight.mistake
         self.in_flight.check(summary)
         self._set_remaining_grads(summary)
-        self._reduce_again(summary, late)
+        self._reduce_again(summary)
+        if self._context.group.may_change:
+            self._drop_what_did_not_count(summary)
         if self._is_weighted:
-            context.weights.finish()
+            self._context.weights.finish()
+        self._context.bucket_set.end_step()
         return summary
+
+    def _end_backward(self) -> Iterator[int]:
+        """Gives the buckets that are left to launch, then takes what came late; nothing the second time."""
+        context = self._context
+        if self._late is not None:
+            return
+        context.recorder.backward_ended()
+        for number in self._order.pop_remaining():
+            if not self._skips(number):
+                self.in_flight.wait_for_room()
+                yield number
+        self._late = {number: self._late_bucket(number) for number in context.readiness.late}
+        if not context.exchange.carries_report:
+            self._own_report = self._report()
 
     def _to_copy_now(self, slots: Sequence[int]) -> Sequence[int]:
         """Slots whose gradients are to be copied now; small ones wait until there are many."""
@@ -237,17 +222,28 @@ class Step:
                 bucket.set_grads()
             bucket.set_unused_grads(summary.used)
 
+    def _drop_what_did_not_count(self, summary: StepSummary) -> None:
+        """Take off gradients that only this rank has, if the group sent zeros instead, also for its report.
+
+        A group whose ranks change does so while a rank has not got the others' parameters yet. They have no
+        gradient either, and optimizers would tell zeros from none.
+        """
+        context = self._context
+        context.parameters.clear_grads(
+            [slot for slot, used in enumerate(context.readiness.used) if used and not summary.used[slot]]
+        )
+
     def _divide_by_weights(self, bucket: Bucket, summary: StepSummary) -> None:
         """Divide weighted sums only now, because only now the total weight is known."""
         total = summary.total_weight
         if total is not None:
             bucket.scale(self._context.exchange.sum_per_result / total if total else 0.0)
 
-    def _reduce_again(self, summary: StepSummary, late: dict[int, Bucket]) -> None:
+    def _reduce_again(self, summary: StepSummary) -> None:
         """Reduce what came after its bucket was launched, and what the plan has no bucket for."""
         bucket_set = self._context.bucket_set
         for number in summary.late:
-            more = late.get(number) or self._late_bucket(number, empty=True)
+            more = (self._late or {}).get(number) or self._late_bucket(number, empty=True)
             self._average(more, number, summary)
             bucket_set.buckets[number].add_to_grads(more)  # type: ignore[arg-type]  # of the same kind
         if summary.unfrozen:

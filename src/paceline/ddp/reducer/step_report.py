@@ -91,7 +91,8 @@ class ReportLayout:
     Args:
         slots: the number of slots.
         buckets: the number of buckets in the plan.
-        world: the number of ranks.
+        world: the number of ranks; 0 if they cannot be told apart, see Note [Ranks that change]. Then the
+            report says nothing of single ranks.
         with_order: whether rank 0 tells its ready order.
     """
 
@@ -115,7 +116,8 @@ class ReportLayout:
             entries[self._late + bucket] = 1
         entries[self._flags] = report.unfrozen
         entries[self._flags + 1] = report.buffers_changed
-        entries[self._status + rank] = report.outcome | (0 if report.weight is None else _HAS_WEIGHT)
+        if self._world:
+            entries[self._status + rank] = report.outcome | (0 if report.weight is None else _HAS_WEIGHT)
         if report.weight is not None:
             _WEIGHT.pack_into(entries, self._weights + _WEIGHT.size * rank, report.weight)
         if self.numel > self._order and rank == 0:

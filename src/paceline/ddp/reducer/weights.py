@@ -37,7 +37,7 @@ class Weights:
     def reset(self) -> None:
         """Forget earlier passes."""
         self._earlier: float | None = None
-        self._ran = self._synced = False
+        self._ran = self._synced = self._in_flight = False
         self._left: list[tuple[Trained, Tensor, int]] = []
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
         self._older: list[Tensor | None] = [None] * len(self._parameters)
@@ -59,7 +59,7 @@ class Weights:
         try:
             yield
         except BaseException:
-            if self._ran and not self._synced:
+            if self._ran and not (self._synced or self._in_flight):
                 self._undo()
             raise
         else:
@@ -95,15 +95,22 @@ class Weights:
         weighted = grad * self.now
         parameter.grad = weighted if total is None else _sum(weighted, total)
 
+    def leave_in_flight(self) -> None:
+        """The sums are in flight, and ``finish`` may come after the weight's ``with`` block."""
+        self._in_flight = True
+
     def finish(self) -> None:
         """The sums have been averaged: add what was there before."""
         self._add_older()
-        self._synced = True
+        if self._in_flight:
+            self.reset()
+        else:
+            self._synced = True
 
     def _close(self) -> None:
         if self._synced:
             self.reset()
-        elif self._ran:
+        elif self._ran and not self._in_flight:
             with torch.no_grad():
                 for slot in range(len(self._parameters)):
                     self.apply(slot)

@@ -87,6 +87,14 @@ def move_tensors(values: Any, device: torch.device) -> Any:
     return tree.map_leaves(lambda leaf: dev.send(leaf, device) if isinstance(leaf, Tensor) else leaf, values)
 
 
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """A module's attribute; an error inside a property is not taken for a missing attribute."""
+    static = getattr(type(module), name, None)
+    if isinstance(static, property) and static.fget is not None:
+        return static.fget(module)
+    return getattr(module, name)
+
+
 def _check_devices(module: nn.Module, params: Slots) -> None:
     types = sorted({parameter.device.type for parameter in params.parameters})
     if len(types) > 1:

@@ -42,7 +42,7 @@ class StreamOperation:
     other: torch.Stream | None = None
 
 
-class ToyModule(DeviceModule):
+class ToyModule(DeviceModule):  # type: ignore[misc]  # found at run time
     """Two devices, and each thread's current device and streams."""
 
     def __init__(self) -> None:

@@ -29,6 +29,7 @@ from paceline.comm.pending import WorkPending
 from paceline.errors import BenchError
 from paceline.testing import RankPool
 from paceline.tools.bench.measure import samples, slowest
+from paceline.torch_private import all_gather_single, reduce_scatter_single
 
 COLLECTIVE_SIDES = ("gloo", "backend", "shared", "memcpy")
 PACELINE_SIDES = ("backend", "shared")
@@ -87,13 +88,13 @@ COLLECTIVES = {
         lambda out, _, group: dist.broadcast(out, 0, group), one, None, same_on_all_ranks=True
     ),
     "all_gather": CollectiveSpec(
-        lambda out, data, group: dist.all_gather_single(out, data, group),
+        lambda out, data, group: all_gather_single(out, data, group),
         one_per_rank,
         one,
         same_on_all_ranks=True,
     ),
     "reduce_scatter": CollectiveSpec(
-        lambda out, data, group: dist.reduce_scatter_single(out, data, group=group),
+        lambda out, data, group: reduce_scatter_single(out, data, group=group),
         one,
         one_per_rank,
         same_on_all_ranks=False,

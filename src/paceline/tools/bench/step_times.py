@@ -38,15 +38,16 @@ FEWEST_ROUNDS, MOST_ROUNDS = 4, 40
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that are compared: a wrapper, what it reduces through, and how it keeps gradients."""
+    """One of those that are compared: a wrapper, what it reduces through, how it keeps its buckets."""
 
     wrapper: str
     through: str | None = None
     views: bool = False
+    lazy: bool = False
 
     def __str__(self) -> str:
         through = {None: "", "backend": "-on-paceline", "c10d": "-c10d"}[self.through]
-        return f"{self.wrapper}{through}{'-views' if self.views else ''}"
+        return f"{self.wrapper}{through}{'-views' if self.views else ''}{'-lazy' if self.lazy else ''}"
 
     @property
     def is_baseline(self) -> bool:
@@ -68,6 +69,8 @@ class Side:
             first.register_post_accumulate_grad_hook(lambda _: dist.barrier(group))
             return module
         options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
+        if self.lazy:  # which not every version of torch knows
+            options["lazy_bucket_allocation"] = True
         if self.through == "backend":
             options["process_group"] = dist.new_group(backend="paceline")
         elif self.through == "c10d":

@@ -26,10 +26,9 @@ from paceline.tools.doctor.host_resources import (
     judge_shared_memory,
 )
 from paceline.tools.doctor.requested_run import RequestedRun, TargetKind
+from paceline.torch_private import TRIED, release
 
 SOFTWARE_CHECK, SCRIPT_CHECK = "software", "script"
-# paceline is tested with this torch only. It uses private parts of torch, which other versions may change.
-TESTED_TORCH = "2.13"
 
 
 def check_host(run: RequestedRun) -> list[Finding]:
@@ -93,11 +92,12 @@ def judge_software(software: SoftwareFacts) -> Finding:
     """Whether the installed torch is one that paceline works with."""
     available = [name for name, is_available in software.backends.items() if is_available]
     data = {**vars(software)}
-    install = f"pip install 'torch=={TESTED_TORCH}.*'"
+    install = f"pip install 'torch=={TRIED[-1]}.*'"
     if "gloo" not in available:
         return fault(SOFTWARE_CHECK, f"this torch has no gloo (torch: {software.torch})", install, **data)
-    if not software.torch.startswith(f"{TESTED_TORCH}."):
-        found = f"paceline is tested with torch {TESTED_TORCH} only (torch: {software.torch})"
+    if release(software.torch) not in TRIED:
+        # paceline uses private parts of torch, which each version may change.
+        found = f"paceline was tried with torch {TRIED[0]} to {TRIED[-1]} (torch: {software.torch})"
         return notice(SOFTWARE_CHECK, found, install, **data)
     found = (
         f"torch {software.torch}, paceline {software.paceline}, python {software.python}, "

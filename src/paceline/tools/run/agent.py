@@ -30,8 +30,8 @@ from paceline.tools.run.rank_output import OutputThread, RankLogs
 from paceline.tools.run.rank_processes import RankProcesses, child_subreaper
 from paceline.tools.run.worker import FOLDER
 
-# How long ranks may take to end after another rank has failed. After a signal they have the agent's 30 s.
-SECONDS_AFTER_FAILURE = 2
+# How long ranks may take to end after another rank has failed, and after a signal or before a restart.
+SECONDS_AFTER_FAILURE, SECONDS_AFTER_SIGNAL = 2, 30
 # Loggers of torch's agent that report failed ranks, which we report ourselves.
 FAILURE_LOGGERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
@@ -47,7 +47,7 @@ class Job:
         environment: variables that each rank gets.
         only_logged: streams that are logged and not shown.
         shown_ranks: local ranks whose output is shown; None for all.
-        seconds_after_failure: how long ranks may take to end after another rank has failed.
+        shutdown_seconds: how long ranks may take to end, whatever the reason; None for what this file says.
         owns_all_children: whether all children of this process are ranks or were started by ranks.
     """
 
@@ -57,7 +57,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     only_logged: Std | dict[int, Std] = Std.NONE
     shown_ranks: set[int] | None = None
-    seconds_after_failure: int = SECONDS_AFTER_FAILURE
+    shutdown_seconds: int | None = None
     owns_all_children: bool = False
 
 
@@ -68,6 +68,12 @@ class JobResult:
     failures: list[RankFailure]
     signal: signal.Signals | None
     error: Exception | None
+
+
+def shutdown_seconds(given: int | None = None) -> int | None:
+    """How long ranks may take to end: what is given, or what torch's variable says; None if neither is."""
+    variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    return int(variable) if given is None and variable is not None else given
 
 
 def available_cores() -> int:
@@ -218,17 +224,12 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
     ) -> None:
         config = job.config
-        assert config.shutdown_timeout is not None
-        super().__init__(
-            spec=_spec(job),
-            logs_specs=logs,
-            start_method=config.start_method,
-            shutdown_timeout=config.shutdown_timeout,
-        )
+        super().__init__(spec=_spec(job), logs_specs=logs, start_method=config.start_method)
         self._processes = processes
         self._signals = signals
         self._say = say
-        self._seconds_after_failure = job.seconds_after_failure
+        self._given_seconds = job.shutdown_seconds
+        self._close_seconds = self._given_or(SECONDS_AFTER_FAILURE)
         self._event_log = config.event_log_handler
 
     def record_event(self, event: Event) -> None:
@@ -264,23 +265,35 @@ class Agent(LocalElasticAgent):
             self._say(f"{summary}\nstarting the ranks again (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: int | None = None,  # noqa: ARG002 - torch's; versions before 2.12 give none
+    ) -> None:
+        seconds = self._given_or(SECONDS_AFTER_SIGNAL)
         if self._signals.received is not None:
             self._say(
-                f"{self._signals.received.name}: waiting up to {timeout} s for the ranks to end; "
+                f"{self._signals.received.name}: waiting up to {seconds} s for the ranks to end; "
                 "a second signal stops them at once"
             )
-        super()._shutdown(death_sig, timeout)
+        before, self._close_seconds = self._close_seconds, seconds
+        try:
+            super()._shutdown(death_sig)
+        finally:
+            self._close_seconds = before
+
+    def _given_or(self, seconds: int) -> int:
+        return seconds if self._given_seconds is None else self._given_seconds
 
     def _limit_close_time(self, context: SubprocessContext) -> None:
-        """Give ranks that must end because another has failed less time than the agent's 30 s."""
+        """Give ranks the time to end that they have here, whichever the agent would give them."""
         close = context.close
 
-        def close_soon(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
             self._processes.asked_to_stop()
-            close(death_sig, self._seconds_after_failure if timeout is None else timeout)
+            close(death_sig, self._close_seconds)
 
-        context.close = close_soon  # type: ignore[method-assign]
+        context.close = close_in_time  # type: ignore[method-assign]
 
 
 def _spec(job: Job) -> WorkerSpec:

@@ -82,6 +82,9 @@ def ranks_parser() -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
     )
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=DEFAULT_RANKS)
+    if not any("--shutdown-timeout" in action.option_strings for action in parser._actions):
+        # torch's parser has it since 2.12.
+        ours.add_argument("--shutdown-timeout", type=int, help="seconds that ranks have to end")
     return parser, ours
 
 
@@ -112,7 +115,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
         environment=environment,
         only_logged=Std.from_str(options.redirects),
         shown_ranks=config.logs_specs._local_ranks_filter if config.logs_specs else None,
-        seconds_after_failure=_seconds_after_failure(options),
+        shutdown_seconds=agent.shutdown_seconds(options.shutdown_timeout),
         owns_all_children=True,
     )
 
@@ -147,13 +150,6 @@ def choose_rendezvous(options: argparse.Namespace) -> None:
         vars(options).update(ONE_HOST, rdzv_id=str(uuid.uuid4()))
     if options.master_port is None:
         options.master_port = 29500
-
-
-def _seconds_after_failure(options: argparse.Namespace) -> int:
-    """How long ranks may take to end after another has failed: ``--shutdown-timeout``, or a short time."""
-    given = options.shutdown_timeout
-    given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") if given is None else given
-    return agent.SECONDS_AFTER_FAILURE if given is None else int(given)
 
 
 def _report(result: agent.JobResult) -> int:

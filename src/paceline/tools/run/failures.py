@@ -151,7 +151,7 @@ def in_lines(failures: Iterable[RankFailure]) -> list[str]:
 
 def was_stopped(exit_code: int, *, at: float, asked_at: float | None) -> bool:
     """Whether a rank ended by a stopping signal after it was asked to end."""
-    if asked_at is None or at < asked_at:
+    if asked_at is None or at <= asked_at:
         return False
     return exit_code in (EXIT_SIGTERM, EXIT_SIGINT) or -exit_code in STOPPING_SIGNALS
 

@@ -79,7 +79,13 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     command = (sys.executable, "-u", worker.__file__, "--call", str(folder / "call"))
-    job = agent.Job(config, command, log_dir=log_dir, environment=agent.rank_environment(n))
+    job = agent.Job(
+        config,
+        command,
+        log_dir=log_dir,
+        environment=agent.rank_environment(n),
+        shutdown_seconds=agent.shutdown_seconds(),
+    )
     result = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
     if result.signal is not None:
         # The caller handles it as if there had been no ranks.

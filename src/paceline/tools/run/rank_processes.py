@@ -52,6 +52,10 @@ class RankProcesses:
 
     def asked_to_stop(self) -> None:
         """From now on, ranks may end because they were asked to."""
+        # On a busy host the news that a rank has ended comes late.
+        for rank, process in self._running.items():
+            if process.poll() is not None:
+                self._note_end(rank)
         self._asked_to_stop_at = self._asked_to_stop_at or time.time()
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -83,7 +87,7 @@ class RankProcesses:
         return find_processes(self._sessions, mark=mark, parent=self._parent, older_pids=self._older_pids)
 
     def _note_end(self, rank: int) -> None:
-        self._ended_at[rank] = time.time()
+        self._ended_at.setdefault(rank, time.time())
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         report = self._error_report(rank)

@@ -146,6 +146,7 @@ def _exit_on_sigterm() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _handle_sigterm)
+    sys.unraisablehook = _without_sigterm(sys.unraisablehook)
     os.register_at_fork(
         before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_restore_sigterm_in_child
     )
@@ -161,6 +162,17 @@ def _die_with_parent() -> None:
 def _handle_sigterm(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's arguments
     _sigterm_handled.set()
     raise SystemExit(EXIT_SIGTERM)
+
+
+def _without_sigterm(hook: Callable[["sys.UnraisableHookArgs"], Any]) -> Callable[[Any], Any]:
+    """Say nothing of a SIGTERM that comes while exit handlers run: it ends the one that is running."""
+
+    def show(unraisable: "sys.UnraisableHookArgs") -> None:
+        is_sigterm = isinstance(error := unraisable.exc_value, SystemExit) and error.code == EXIT_SIGTERM
+        if not (is_sigterm and "atexit callback" in (unraisable.err_msg or "")):
+            hook(unraisable)
+
+    return show
 
 
 def _block_sigterm() -> None:

@@ -1,0 +1,38 @@
+"""What the launcher knows of the ranks' processes."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.tools.run.rank_processes import RankProcesses
+
+
+class LateNews:
+    """Tells that a process has ended only when it is asked to."""
+
+    def __init__(self) -> None:
+        self._news: list[Callable[[], None]] = []
+
+    def call_when_ended(self, _pid: int, tell: Callable[[], None]) -> None:
+        self._news.append(tell)
+
+    def tell(self) -> None:
+        for tell in self._news:
+            tell()
+
+
+def test_a_rank_that_was_killed_before_the_others_were_stopped_was_not_stopped(tmp_path: Path) -> None:
+    news: Any = LateNews()
+    processes = RankProcesses(news, lambda: tmp_path, owns_all_children=False)
+    ranks = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in range(2)}
+    processes.started(ranks)
+    ranks[1].kill()
+    ranks[1].wait()
+    processes.asked_to_stop()
+    processes.stop()
+    ranks[0].wait()
+    news.tell()
+    found = {each.rank: (each.exit_code, each.was_stopped) for each in processes.failures()}
+    assert found == {0: (-signal.SIGTERM, True), 1: (-signal.SIGKILL, False)}
