@@ -506,8 +506,14 @@ DeviceModule: Any = _find("torch.utils.backend_registration._DummyBackendModule"
 # The number of the type that torch keeps for devices from outside.
 OUTSIDE_DEVICE_TYPE = int(_find("torch._C._autograd.DeviceType.PrivateUse1.value", 20))
 make_wrapper_subclass: Callable[..., Any] = _need("torch.Tensor._make_wrapper_subclass", _NO_TOY)
-# The operation behind ``Tensor.to``.
+# Gives a tensor the storage of another one of its device, as views have it.
+share_storage: Callable[[Tensor, Tensor], None] = _need("torch._functionalize_unsafe_set", _NO_TOY)
+# The operations behind ``Tensor.to``, ``Tensor.item`` and ``torch.tensor``, and the view that some matmuls
+# return, which does not say that it is one.
 TO_COPY: Any = torch.ops.aten._to_copy.default
+READ_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
+COPY_FROM: Any = torch.ops.aten._copy_from.default
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
 
 
 # --- Attributes that other files use by name ---
@@ -558,14 +564,14 @@ ATTRIBUTES = (
     PrivateAttribute(
         "torch.distributed.ProcessGroup",
         "_allgather_base",
-        "comm/group.py comm/backend/process_group.py",
+        "comm/group.py comm/backend/process_group.py testing/toy/toy_group.py",
         "gathers rows in each step; torch 2.13 also has all_gather_single, the other name of the same",
     ),
     PrivateAttribute(
         "torch.distributed.ProcessGroup",
         "_device_types _get_backend _set_group_name _set_group_desc _reduce_scatter_base _register_backend "
         "_set_default_backend",
-        "comm/backend/process_group.py",
+        "comm/backend/process_group.py testing/toy/toy_group.py",
         "overridden by our group where torch calls them; the last two tell C++ which backends a group has, "
         "and without them collectives that C++ calls fail",
     ),

@@ -635,5 +635,11 @@ def test_a_device_can_be_implemented_in_python() -> None:
     assert stream.device.type == torch.device("privateuseone").type
     assert torch_private.make_wrapper_subclass(Wrapper, (2, 3)).shape == (2, 3)
     assert torch_private.TO_COPY(torch.ones(2), dtype=torch.int64).dtype is torch.int64
+    assert torch_private.READ_SCALAR(torch.ones(())) == 1
+    assert torch_private.UNSAFE_VIEW(torch.ones(4), [2, 2]).shape == (2, 2)
+    assert "dst" in str(torch_private.COPY_FROM._schema)
+    one, other = torch.ones(2), torch.zeros(2)
+    torch_private.share_storage(one, other)
+    assert one.data_ptr() == other.data_ptr()
     assert callable(torch_private.register_device)
     assert torch_private.DeviceModule().is_available()

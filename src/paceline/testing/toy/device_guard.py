@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.testing.toy.counts import count
 from paceline.testing.toy.device_module import COUNT, ToyModule
 from paceline.torch_private import OUTSIDE_DEVICE_TYPE
 
@@ -41,6 +42,7 @@ class ToyDeviceGuard:
             "setDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(self._set),
             "uncheckedSetDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(self._set),
             "deviceCount": ctypes.CFUNCTYPE(ctypes.c_int8, _THIS)(lambda _: COUNT),
+            "synchronizeDevice": ctypes.CFUNCTYPE(None, _THIS, ctypes.c_int8)(self._synchronize),
         }
 
     def install(self) -> None:
@@ -64,6 +66,11 @@ class ToyDeviceGuard:
         before = self._get(this)
         self._set(this, device)
         return before
+
+    def _synchronize(self, _this: int, index: int) -> None:
+        count("waits", "torch.accelerator.synchronize")
+        # C++ cannot take an error from here: the next read raises it.
+        self._module.wait_for_device(index)
 
 
 # torch calls into these until the process ends.
