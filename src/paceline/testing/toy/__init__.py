@@ -24,6 +24,7 @@ from paceline.testing.toy.counts import Counts, counting
 from paceline.testing.toy.device_guard import ToyDeviceGuard
 from paceline.testing.toy.device_module import NAME, StreamOperation, ToyEvent, ToyModule, ToyStream
 from paceline.testing.toy.queues import hold, set_latency, unfinished
+from paceline.testing.toy.toy_group import ToyGroup, new_group
 from paceline.testing.toy.toy_tensor import ToyTensor, register_kernels
 from paceline.torch_private import register_device
 
@@ -31,11 +32,13 @@ __all__ = [
     "Counts",
     "StreamOperation",
     "ToyEvent",
+    "ToyGroup",
     "ToyModule",
     "ToyStream",
     "ToyTensor",
     "counting",
     "hold",
+    "new_group",
     "register",
     "set_latency",
     "unfinished",
