@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.parallel
 from torch import distributed, nn
 
 import paceline
@@ -65,7 +66,6 @@ def every_collective(rank: int) -> dict[str, Any]:
     return listed | {"host": on_host.tolist(), "objects": objects}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_all_collectives_of_toy_tensors_are_queued_and_those_of_cpu_tensors_are_not() -> None:
     same = {
         "broadcast": [2, 10],
@@ -135,18 +135,12 @@ def test_a_collective_that_fails_is_an_error_of_the_next_read() -> None:
     assert "test_toy_group.py" in error
 
 
-def averaged(rank: int) -> list[list[float]]:
-    toy.register()
-    group = toy.new_group()
+WRAPPERS = {"torch": torch.nn.parallel.DistributedDataParallel, "paceline": paceline.DistributedDataParallel}
+
+
+def net() -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double().to("toy:0")
-    ddp = paceline.DistributedDataParallel(net, process_group=group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        ddp(rows(rank, step).to("toy:0")).square().mean().backward()
-        optimizer.step()
-    return [parameter.flatten().tolist() for parameter in net.parameters()]
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 
 
 def rows(rank: int, step: int) -> torch.Tensor:
@@ -154,16 +148,52 @@ def rows(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 4, dtype=torch.float64, generator=generator)
 
 
-def test_ddp_trains_on_it_as_one_process_on_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+class Training:
+    """A wrapper or a net, with its optimizer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.module(x).square().mean().backward()
+        self.optimizer.step()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().cpu() for parameter in self.module.parameters()]
+
+
+def trained(rank: int, wrapper: str) -> list[torch.Tensor]:
+    toy.register()
+    training = Training(WRAPPERS[wrapper](net().to("toy:0"), process_group=toy.new_group()))
+    with toy.set_latency(0.001):
+        for step in range(3):
+            training.step(rows(rank, step).to("toy:0"))
+    return training.parameters()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_train_on_it_as_one_process_on_the_whole_batch(wrapper: str) -> None:
+    whole = Training(net())
     for step in range(3):
-        optimizer.zero_grad()
-        net(torch.cat([rows(rank, step) for rank in range(WORLD)])).square().mean().backward()
-        optimizer.step()
-    for trained in run_ranks(averaged, WORLD):
-        for ours, whole in zip(trained, net.parameters(), strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours, dtype=torch.float64), whole.detach().flatten(), rtol=1e-12, atol=1e-14
-            )
+        whole.step(torch.cat([rows(rank, step) for rank in range(WORLD)]))
+    for of_rank in run_ranks(trained, WORLD, args=(wrapper,)):
+        for ours, theirs in zip(of_rank, whole.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def held_step(rank: int) -> None:
+    toy.register()
+    training = Training(WRAPPERS["torch"](net().to("toy:0"), process_group=toy.new_group()))
+    for step in range(2):  # in which the wrapper learns the order of gradients
+        training.step(rows(rank, step).to("toy:0"))
+    with toy.counting() as counts, toy.hold():
+        training.step(rows(rank, 2).to("toy:0", non_blocking=True))
+        assert toy.unfinished() > 0
+    assert (counts.reads, counts.waits, counts.blocking_copies) == (0, 0, 0), counts
+    assert all(value.isfinite().all() for value in training.parameters())
+
+
+def test_a_step_of_torchs_wrapper_neither_reads_nor_waits() -> None:
+    run_ranks(held_step, WORLD)
