@@ -181,6 +181,18 @@ def data_parallel_uses_all_indexes_by_default_and_gives_the_modules_own_results(
 
 
 @on_toy
+def a_step_of_data_parallel_neither_reads_nor_waits() -> None:
+    module, x = net(), batch()
+    reference = copy.deepcopy(module)
+    wrapper = paceline.DataParallel(module.to("toy:0"))
+    with toy.set_latency(0.001), toy.counting() as counts, toy.hold():
+        wrapper(x).square().sum().backward()
+    assert (counts.reads, counts.waits, counts.host_copies, counts.blocking_copies) == (0, 0, 2, 0), counts
+    reference(x).square().sum().backward()
+    assert_same_gradients(module, reference)
+
+
+@on_toy
 def data_parallel_runs_again_with_the_modules_current_values() -> None:
     module = net().to("toy:0")
     wrapper = paceline.DataParallel(module, [0, 1])

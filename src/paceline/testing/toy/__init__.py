@@ -16,6 +16,9 @@ often the host reads, waits, copies and allocates, and who does it::
         with toy.counting() as counts, toy.hold():
             net(x).sum().backward()
         assert counts.reads == 0
+
+``new_group`` is a process group for tensors of the device. With ``run_ranks(step, world=2)``, each rank can
+wrap its module: ``DistributedDataParallel(net, process_group=toy.new_group())``.
 """
 
 import functools

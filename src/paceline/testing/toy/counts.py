@@ -2,9 +2,9 @@
 
 import contextlib
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 
+_KINDS = ("reads", "waits", "host_copies", "blocking_copies", "allocations")
 _SHOWN_LINES = 5
 _SHOWN_FRAMES = 3
 # A frame of these packages does not say who asked for something.
@@ -15,46 +15,47 @@ class Counts:
     """What was done inside a block of ``counting``."""
 
     def __init__(self) -> None:
-        self._numbers: Counter[str] = Counter()
-        # Of the first few of each kind: what was done, and by which lines.
-        self.lines: dict[str, list[str]] = {}
+        # Lists, because threads can append to them at the same time.
+        self._done: dict[str, list[str]] = {kind: [] for kind in _KINDS}
 
     @property
     def reads(self) -> int:
         """How often the host read values of the device, for which it has to wait."""
-        return self._numbers["reads"]
+        return len(self._done["reads"])
 
     @property
     def waits(self) -> int:
         """How often the host waited for a stream, an event or the device."""
-        return self._numbers["waits"]
+        return len(self._done["waits"])
 
     @property
     def host_copies(self) -> int:
         """The number of copies from the host to the device."""
-        return self._numbers["host_copies"]
+        return len(self._done["host_copies"])
 
     @property
     def blocking_copies(self) -> int:
         """How many of these copies the host waited for, because they were not ``non_blocking``."""
-        return self._numbers["blocking_copies"]
+        return len(self._done["blocking_copies"])
 
     @property
     def allocations(self) -> int:
         """The number of storages that were allocated on the device."""
-        return self._numbers["allocations"]
+        return len(self._done["allocations"])
+
+    @property
+    def lines(self) -> dict[str, list[str]]:
+        """Of the first few of each kind: what was done, and by which lines."""
+        return {kind: done[:_SHOWN_LINES] for kind, done in self._done.items()}
 
     def add(self, kind: str, what: str) -> None:
         """Count something that the calling thread does."""
-        self._numbers[kind] += 1
-        lines = self.lines.setdefault(kind, [])
-        if len(lines) < _SHOWN_LINES:
-            lines.append(f"{what} by {caller()}")
+        done = self._done[kind]
+        done.append(f"{what} by {caller()}" if len(done) < _SHOWN_LINES else what)
 
     def __repr__(self) -> str:
         kinds = (
-            "\n  ".join([f"\n{kind}: {number}, the first:", *self.lines[kind]])
-            for kind, number in sorted(self._numbers.items())
+            "\n  ".join([f"\n{kind}: {len(done)}", *self.lines[kind]]) for kind, done in self._done.items()
         )
         return f"Counts({''.join(kinds)})"
 
