@@ -60,9 +60,9 @@ def test_gradients_go_in_multiplied_and_come_out_reduced(kind: str, as_views: bo
         grads = random_grads(parameters)
         give(parameters, grads)
         bucket.begin()
-        bucket.copy_in(range(early), FACTOR)
+        bucket.copy_in(bucket.batch(range(early)), FACTOR)
         assert [each.grad is None for each in parameters[:early]] == [True] * min(early, len(parameters))
-        assert bucket.fill(FACTOR, [1] * len(parameters), complete=True) == []
+        assert bucket.fill(FACTOR, None) == []
         assert all(each.grad is None for each in parameters)
         for view, grad in zip(bucket.views, grads.values(), strict=True):
             torch.testing.assert_close(view, FACTOR * grad)
@@ -79,7 +79,7 @@ def test_gradients_are_in_the_storage_in_the_order_of_the_slots() -> None:
     grads = random_grads(parameters)
     give(parameters, grads)
     bucket = dense(parameters, tail=3)
-    bucket.fill(FACTOR, [1] * 5, complete=True)
+    bucket.fill(FACTOR, None)
     flat = torch.cat([grad.flatten() for grad in grads.values()])
     torch.testing.assert_close(bucket.storage[:-3], FACTOR * flat)
     assert bucket.storage.numel() == flat.numel() + 3
@@ -102,7 +102,7 @@ def test_averages_are_parts_of_the_storage(as_views: bool) -> None:
     parameters = random_parameters(*MIXED)
     give(parameters, random_grads(parameters))
     bucket = dense(parameters, as_views=as_views)
-    bucket.fill(1.0, [1] * 5, complete=True)
+    bucket.fill(1.0, None)
     bucket.set_grads()
     pointer = bucket.storage.untyped_storage().data_ptr()
     assert {each.grad.untyped_storage().data_ptr() for each in parameters} == {pointer}
@@ -115,9 +115,9 @@ def test_more_of_a_gradient_before_the_launch_is_added(kind: str) -> None:
     first, more = random_grads(parameters), random_grads(parameters)
     bucket = dense(parameters)
     give(parameters, first)
-    bucket.copy_in(range(len(parameters)), FACTOR)
+    bucket.copy_in(bucket.batch(range(len(parameters))), FACTOR)
     give(parameters, more)
-    bucket.fill(FACTOR, [1] * len(parameters), complete=False)
+    bucket.fill(FACTOR, [1] * len(parameters))
     bucket.set_grads()
     assert_grads(parameters, {slot: FACTOR * (first[slot] + more[slot]) for slot in first})
 
@@ -126,9 +126,9 @@ def test_copying_twice_copies_once() -> None:
     parameters = random_parameters(*MIXED)
     give(parameters, grads := random_grads(parameters))
     bucket = dense(parameters)
-    bucket.copy_in([0, 1], FACTOR)
-    bucket.copy_in([0, 1, 2], FACTOR)
-    bucket.fill(FACTOR, [1] * 5, complete=True)
+    bucket.copy_in(bucket.batch([0, 1]), FACTOR)
+    bucket.copy_in(bucket.batch([0, 1, 2]), FACTOR)
+    bucket.fill(FACTOR, None)
     bucket.set_grads()
     assert_grads(parameters, {slot: FACTOR * grad for slot, grad in grads.items()})
 
@@ -139,19 +139,19 @@ def test_a_sparse_gradient_in_a_dense_bucket_becomes_dense() -> None:
     give(parameters, grads)
     parameters[1].grad = grads[1].to_sparse(1)
     bucket = dense(parameters)
-    bucket.copy_in(range(3), FACTOR)
-    assert bucket.fill(FACTOR, [1] * 3, complete=True) == []
+    bucket.copy_in(bucket.batch(range(3)), FACTOR)
+    assert bucket.fill(FACTOR, None) == []
     bucket.set_grads()
     assert_grads(parameters, {slot: FACTOR * grad for slot, grad in grads.items()})
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_slots_said_to_be_used_that_have_no_gradient_are_told(complete: bool) -> None:
+@pytest.mark.parametrize("used", [None, [1, 1, 1, 1, 0]])
+def test_slots_said_to_be_used_that_have_no_gradient_are_told(used: list[int] | None) -> None:
     parameters = random_parameters(*MIXED)
     give(parameters, random_grads(parameters, 0, 3))
     bucket = dense(parameters)
-    bucket.copy_in(range(5), 1.0)
-    assert sorted(bucket.fill(1.0, [1, 1, 1, 1, 0], complete=complete)) == [1, 2]
+    bucket.copy_in(bucket.batch(range(5)), 1.0)
+    assert sorted(bucket.fill(1.0, used)) == ([1, 2, 4] if used is None else [1, 2])
     assert not bucket.views[1].any()
     assert not bucket.views[2].any()
     assert not bucket.views[4].any()
@@ -165,7 +165,7 @@ def test_a_slot_that_is_unused_here_is_decided_when_others_are_known(as_views: b
     give(parameters, used)
     old = parameters[2].grad = torch.ones_like(parameters[2])
     bucket = dense(parameters, as_views=as_views)
-    bucket.fill(FACTOR, [1, 0, 0, 0], complete=False)
+    bucket.fill(FACTOR, [1, 0, 0, 0])
     for at, view in enumerate(bucket.views):
         view.fill_(at + 1.0)  # what the reduction brought
     bucket.set_grads()
@@ -180,7 +180,7 @@ def test_an_old_gradient_that_others_add_to_goes_with_this_ranks_contribution() 
     (parameter,) = parameters = random_parameters(3)
     parameter.grad = torch.ones_like(parameter)
     bucket = dense(parameters)
-    bucket.fill(FACTOR, [0], complete=False)
+    bucket.fill(FACTOR, [0])
     assert bucket.gradients.tolist() == [FACTOR] * 3
     bucket.gradients.add_(1)
     bucket.set_grads()
@@ -200,8 +200,8 @@ def test_gradients_that_travel_in_another_type_come_out_in_their_own(
         grads = random_grads(parameters)
         give(parameters, grads)
         bucket.begin()
-        bucket.copy_in([0, 1], FACTOR)
-        bucket.fill(FACTOR, [1, 1, 1, 1, 0], complete=False)
+        bucket.copy_in(bucket.batch([0, 1]), FACTOR)
+        bucket.fill(FACTOR, [1, 1, 1, 1, 0])
         assert bucket.storage.dtype == travels
         bucket.set_grads()
         bucket.set_unused_grads([1] * 5)
@@ -221,8 +221,8 @@ def test_averages_for_gradients_that_somebody_holds_are_copied_together(
     bucket = dense(parameters, dtype=travels)
     give(parameters, random_grads(parameters))
     held = [each.grad for each in parameters]
-    bucket.copy_in(range(5), 1.0)
-    bucket.fill(1.0, [1] * 5, complete=True)
+    bucket.copy_in(bucket.batch(range(5)), 1.0)
+    bucket.fill(1.0, None)
     copied: list[int] = []
 
     def copy(into: list[Tensor], views: list[Tensor]) -> None:
@@ -246,7 +246,7 @@ def test_zeros_are_in_new_storage() -> None:
     parameters = random_parameters(3, 2)
     give(parameters, grads := random_grads(parameters))
     bucket = dense(parameters, tail=2)
-    bucket.fill(1.0, [1, 1], complete=True)
+    bucket.fill(1.0, None)
     bucket.set_grads()
     bucket.zero()
     assert bucket.storage.tolist() == [0] * 7
@@ -296,7 +296,7 @@ def test_a_converted_module_gets_storage_of_its_new_type() -> None:
 
 def test_a_bucket_without_slots_has_only_a_tail() -> None:
     bucket = dense([], tail=3)
-    assert bucket.fill(FACTOR, [], complete=True) == []
+    assert bucket.fill(FACTOR, None) == []
     bucket.tail.fill_(1)
     bucket.set_grads()
     bucket.set_unused_grads([])
@@ -320,9 +320,9 @@ def test_of_a_sparse_gradient_only_touched_rows_travel(given: str) -> None:
     grad = touched(1, 3)
     parameter.grad = grad.to_sparse(1) if given == "sparse" else grad.clone()
     bucket.begin()
-    bucket.copy_in([0], FACTOR)
+    bucket.copy_in(bucket.batch([0]), FACTOR)
     assert parameter.grad is not None
-    assert bucket.fill(FACTOR, [1], complete=True) == []
+    assert bucket.fill(FACTOR, None) == []
     assert parameter.grad is None
     assert bucket.storage._nnz() == 2
     bucket.receive(bucket.storage + touched(4).to_sparse(1) * 0)
@@ -337,7 +337,7 @@ def test_of_a_sparse_gradient_only_touched_rows_travel(given: str) -> None:
 @pytest.mark.parametrize("elsewhere", [0, 1])
 def test_an_unused_sparse_slot_sends_no_rows(said: int, elsewhere: int) -> None:
     bucket, parameter = sparse_bucket()
-    assert bucket.fill(FACTOR, [said], complete=False) == [0] * said
+    assert bucket.fill(FACTOR, [said]) == [0] * said
     assert bucket.gradients._nnz() == 0
     assert bucket.views[0].shape == (5, 2)
     bucket.receive(theirs := touched(2).to_sparse(1))
@@ -353,7 +353,7 @@ def test_an_unused_sparse_slot_sends_no_rows(said: int, elsewhere: int) -> None:
 def test_a_sparse_gradient_that_no_rank_added_to_stays() -> None:
     bucket, parameter = sparse_bucket()
     old = parameter.grad = touched(0).to_sparse(1)
-    bucket.fill(FACTOR, [0], complete=False)
+    bucket.fill(FACTOR, [0])
     bucket.set_grads()
     bucket.set_unused_grads([0])
     assert parameter.grad is old
@@ -362,7 +362,7 @@ def test_a_sparse_gradient_that_no_rank_added_to_stays() -> None:
 def test_a_sparse_gradient_may_travel_in_another_type() -> None:
     bucket, parameter = sparse_bucket(torch.bfloat16)
     parameter.grad = (grad := touched(1)).to_sparse(1)
-    bucket.fill(1.0, [1], complete=True)
+    bucket.fill(1.0, None)
     assert bucket.storage.dtype == torch.bfloat16
     bucket.set_grads()
     torch.testing.assert_close(parameter.grad.to_dense(), grad.bfloat16().double())

@@ -145,7 +145,7 @@ def run_step(bucket: DenseBucket, *, clear: bool = True) -> int:
         else:
             parameter.grad += grads[slot]
     bucket.begin()
-    bucket.fill(1.0, [1] * len(grads), complete=True)
+    bucket.fill(1.0, None)
     bucket.set_grads()
     bucket.set_unused_grads([1] * len(grads))
     return bucket.storage.data_ptr()
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_held_when_it_is_copied_gets_the_average(numel: int) 
     (parameter,) = parameters = random_parameters(numel)
     own = parameter.grad = torch.ones_like(parameter)
     bucket = bucket_of(parameters)
-    bucket.fill(0.5, [1], complete=True)
+    bucket.fill(0.5, None)
     assert parameter.grad is None
     bucket.gradients.mul_(3)
     bucket.set_grads()
@@ -201,7 +201,7 @@ def test_an_accumulated_gradient_that_nobody_holds_makes_way_for_a_lent_one(nume
     parameter.grad = torch.ones_like(parameter)
     parameter.grad += 1
     bucket = bucket_of(parameters)
-    bucket.fill(0.5, [1], complete=True)
+    bucket.fill(0.5, None)
     bucket.set_grads()
     assert parameter.grad.data_ptr() == bucket.storage.data_ptr()
     assert parameter.grad.unique().tolist() == [1]
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_to_be_differentiated_again_is_not_written_to() -> No
     own = parameter.grad = _in_a_graph(torch.ones(3, dtype=torch.double))
     bucket = bucket_of(parameters)
     with torch.no_grad():
-        bucket.fill(0.5, [1], complete=True)
+        bucket.fill(0.5, None)
         bucket.set_grads()
     assert own.tolist() == [1, 1, 1]
     assert parameter.grad.tolist() == [0.5] * 3
@@ -226,9 +226,9 @@ def test_a_gradient_that_is_let_go_in_the_midst_of_a_step_stays_as_it_was() -> N
     then = average.clone()
     parameters[1].grad += 1
     bucket.begin()
-    bucket.copy_in([1], 1.0)
+    bucket.copy_in(bucket.batch([1]), 1.0)
     parameters[0].grad = torch.full_like(parameters[0], 5)  # a hook put it there
-    bucket.fill(1.0, [1, 1], complete=True)
+    bucket.fill(1.0, None)
     bucket.set_grads()
     assert average.equal(then)
     assert parameters[0].grad.tolist() == [5, 5, 5]

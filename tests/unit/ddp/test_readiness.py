@@ -1,3 +1,8 @@
+import random
+from collections.abc import Iterator
+
+import pytest
+
 from paceline.ddp.buckets.plan import BucketPlan
 from paceline.ddp.reducer.readiness import LaunchOrder, Readiness
 
@@ -102,6 +107,112 @@ def test_it_is_known_whether_the_last_step_used_every_planned_slot() -> None:
         readiness.mark(used)
         readiness.learn()
         assert readiness.used_all == all_of_them
+
+
+def step(readiness: Readiness, *arrivals: list[int]) -> list[list[int]]:
+    """A step whose gradients come in these batches; returns the buckets that each made full."""
+    readiness.begin(bytearray(4))
+    full = [readiness.mark(batch) for batch in arrivals]
+    readiness.learn()
+    return full
+
+
+def test_a_step_like_the_last_is_not_counted() -> None:
+    readiness = begun()
+    step(readiness, [1, 0, 2])
+    readiness.begin(bytearray(b"\0\0\0\1"))
+    assert [readiness.mark([1]), readiness.mark([0]), readiness.mark([2])] == [[], [0], [1]]
+    assert readiness.is_like_last
+    assert readiness.last_slot == {0: 0, 1: 2}
+    assert readiness.is_complete(0)
+    assert readiness.order == [1, 0, 2]
+    assert bytes(readiness.used) == b"\1\1\1\1"
+    assert not readiness.learn()
+
+
+@pytest.mark.parametrize("arrivals", [[0, 1, 2], [1, 0], [1, 0, 2, 2], [1, 0, 2, 3], [1, 1, 0, 2], [3]])
+def test_a_step_unlike_the_last_is_counted(arrivals: list[int]) -> None:
+    readiness = begun()
+    step(readiness, [1, 0, 2])
+    readiness.begin(bytearray(4))
+    for slot in arrivals:
+        readiness.mark([slot])
+    assert bytes(readiness.used) == bytes(slot in arrivals for slot in range(4))
+    assert readiness.learn()
+    assert not readiness.is_like_last
+
+
+@pytest.mark.parametrize("arrivals", [[0, 1, 0, 2], [1, 0, 2]])
+def test_a_step_that_was_lost_leaves_what_the_last_one_taught(arrivals: list[int]) -> None:
+    readiness = begun()
+    step(readiness, [1, 0, 2])
+    readiness.begin(bytearray(4))
+    readiness.mark(arrivals)
+    readiness.begin(bytearray(4))
+    assert [readiness.mark([1, 0]), readiness.mark([2])] == [[0], [1]]
+    assert readiness.last_slot == {0: 0, 1: 2}
+
+
+def batches(arrivals: list[int], draw: random.Random) -> Iterator[list[int]]:
+    while arrivals:
+        size = draw.randint(1, len(arrivals))
+        yield arrivals[:size]
+        arrivals = arrivals[size:]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_remembering_the_last_step_changes_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    plan = BucketPlan(((0, 2), (1, 3, 5), (4,)))
+    remembers, counts = Readiness(plan, 7), Readiness(plan, 7)
+    usual = draw.sample(range(7), 6)
+    for _ in range(6):
+        accumulated = bytearray(draw.random() < 0.1 for _ in range(7))
+        counts._may_be_like_last = False
+        remembers.begin(accumulated)
+        counts.begin(accumulated)
+        arrivals = [*usual]
+        if draw.random() < 0.5:
+            arrivals[draw.randrange(6)] = draw.randrange(7)
+        launched: set[int] = set()
+        for batch in batches(arrivals, draw):
+            full = remembers.mark(batch)
+            assert full == counts.mark(batch)
+            if draw.random() < 0.5:
+                for bucket in {*full} - launched:
+                    launched.add(bucket)
+                    remembers.mark_launched(bucket)
+                    counts.mark_launched(bucket)
+            assert [*map(remembers.is_complete, range(3))] == [*map(counts.is_complete, range(3))]
+            assert remembers.last_slot == counts.last_slot
+        if draw.random() < 0.2:
+            assert remembers.unready() == counts.unready()
+        assert remembers.used == counts.used
+        assert remembers.late == counts.late
+        assert remembers.order == counts.order
+        remembers.learn()
+        counts.learn()
+        assert remembers._expected == counts._expected
+        assert remembers.steady == counts.steady
+
+
+def test_what_was_learned_holds_for_the_next_plan() -> None:
+    readiness = begun()
+    step(readiness, [1, 0, 2])
+    other = Readiness(BucketPlan(((1,), (2, 0))), 4)
+    other.expect_as(readiness)
+    other.begin(bytearray(4))
+    assert [other.mark([1]), other.mark([0]), other.mark([2])] == [[0], [], [1]]
+    assert other.is_like_last
+
+
+def test_there_is_something_to_do_where_a_bucket_is_full_or_a_gradient_large_or_many_have_come() -> None:
+    readiness = Readiness(BucketPlan(((0, 1, 2, 3), (4, 5))), 6)
+    readiness.mark([5, 0, 2, 1, 3, 4])
+    readiness.learn()
+    assert readiness.pauses(bytearray(6), most=10) == {3, 4}
+    assert readiness.pauses(bytearray(b"\0\0\1\0\0\0"), most=10) == {2, 3, 4}
+    assert readiness.pauses(bytearray(6), most=2) == {0, 1, 3, 4}
 
 
 def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:

@@ -18,7 +18,6 @@ from scripted_steps import (
 
 from paceline.ddp.buckets.dense import LARGE_NUMEL
 from paceline.ddp.exchange.comm_hook import FutureHookExchange
-from paceline.ddp.reducer.step import BATCH
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome
 from paceline.errors import PeerError, WeightsError
 from paceline.testing import ScriptedGroup
@@ -132,31 +131,15 @@ def test_a_step_on_hold_launches_nothing_before_its_end() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_large_gradient_is_copied_at_once_unless_others_look_at_it(late: bool) -> None:
+def test_gradients_are_copied_at_once_unless_others_look_at_them(late: bool) -> None:
     parameters = random_parameters(LARGE_NUMEL, 3)
     own, other = random_grads(parameters), random_grads(parameters)
     context, *_ = scripted_context(parameters, (0, 1), others=[OtherRank(other)])
     step = begun_step(context, launch_late=late, copy_late=late)
     arrive(context, step, own)
-    assert (parameters[0].grad is not None) == late
-    assert parameters[1].grad is not None
+    assert [parameter.grad is not None for parameter in parameters] == [late, late]
     finish(step)
     assert_grads(parameters, {slot: mean(own[slot], other[slot]) for slot in own})
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_small_gradients_are_copied_many_at_a_time(late: bool) -> None:
-    parameters = random_parameters(*[1] * BATCH)
-    own = random_grads(parameters)
-    context, *_ = scripted_context(parameters, tuple(range(BATCH)), others=[OtherRank(own)])
-    step = begun_step(context, launch_late=late, copy_late=late)
-    last = BATCH - 1
-    arrive(context, step, {slot: own[slot] for slot in range(last)})
-    assert all(parameter.grad is not None for parameter in parameters[:last])
-    arrive(context, step, {last: own[last]})
-    assert [parameter.grad is not None for parameter in parameters] == [late] * BATCH
-    finish(step)
-    assert_grads(parameters, own)
 
 
 @pytest.mark.parametrize("numel", [2, LARGE_NUMEL])

@@ -1,12 +1,12 @@
 """The buckets of one plan, with the memory in which the step report travels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.ddp.buckets.dense import LARGE_NUMEL, DenseBucket, Empty
+from paceline.ddp.buckets.dense import LARGE_NUMEL, CopyBatch, DenseBucket, Empty
 from paceline.ddp.buckets.plan import BucketPlan, Slot
 from paceline.ddp.buckets.sparse import SparseBucket
 from paceline.tensors.dtensor import Trained
@@ -72,6 +72,7 @@ class BucketSet:
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self.is_large = bytearray(len(slots))
+        self._batches: dict[tuple[int, ...], list[tuple[Bucket, CopyBatch]]] = {}
         for number, members in enumerate(plan.buckets):
             has_report = report_in_bucket and number == plan.report_bucket
             bucket = self._make(members, as_views=options.as_views, tail=report_numel if has_report else 0)
@@ -79,6 +80,33 @@ class BucketSet:
             for slot in bucket.slots:
                 self.bucket_of[slot.index] = bucket
                 self.is_large[slot.index] = slot.numel >= LARGE_NUMEL and not slot.sparse
+
+    def batches(self, slots: Sequence[int], *, again: bool) -> list[tuple[Bucket, CopyBatch]]:
+        """The gradients of these slots, in batches that are copied together.
+
+        Args:
+            slots: in any order.
+            again: whether the same slots come together in every step, so that it is worth while to remember.
+        """
+        if not again:
+            return self._make_batches(slots)
+        key = tuple(slots)
+        if key not in self._batches:
+            self._batches[key] = self._make_batches(slots)
+        return self._batches[key]
+
+    def forget_batches(self) -> None:
+        """Other slots will come together from now on."""
+        self._batches.clear()
+
+    def _make_batches(self, slots: Iterable[int]) -> list[tuple[Bucket, CopyBatch]]:
+        members: dict[int, list[int]] = {}
+        for slot in slots:
+            if slot in self.bucket_of:  # a slot may have a hook from an earlier plan, and no bucket now
+                members.setdefault(id(self.bucket_of[slot]), []).append(slot)
+        return [
+            (bucket, bucket.batch(members[id(bucket)])) for bucket in self.buckets if id(bucket) in members
+        ]
 
     def another(self, number: int) -> Bucket:
         """A second bucket of the same slots, for gradients that came after the first was launched."""

@@ -14,7 +14,8 @@ check. A gradient that somebody holds when it is copied stays its parameter's gr
 written to it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,29 @@ class Empty(Protocol):
     """Makes a flat tensor."""
 
     def __call__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...  # noqa: D102
+
+
+class CopyBatch:
+    """Gradients of one bucket that are copied together.
+
+    Args:
+        small: the positions of small ones, in order.
+        large: the positions of large ones, in order.
+
+    Attributes:
+        pick: takes the small ones out of a list that has an entry for each position.
+    """
+
+    def __init__(self, small: Sequence[int], large: Sequence[int]) -> None:
+        self.small = small
+        self.large = large
+        self.pick: Callable[[Any], Any]
+        if not small:
+            self.pick = itemgetter(slice(0, 0))
+        elif small[-1] - small[0] == len(small) - 1:
+            self.pick = itemgetter(slice(small[0], small[-1] + 1))
+        else:
+            self.pick = itemgetter(*small)
 
 
 class DenseBucket:
@@ -144,45 +168,57 @@ class DenseBucket:
             if (self._typed.dtype, self._typed.device) != (self._dtype_for(like), like.device):
                 self.release()
 
-    def copy_in(self, slots: Iterable[int], factor: float) -> None:
+    def batch(self, slots: Iterable[int]) -> CopyBatch:
+        """Some slots whose gradients are copied together; it may be used in every step."""
+        return self._batch(map(self._position.__getitem__, slots))
+
+    def _batch(self, positions: Iterable[int]) -> CopyBatch:
+        ordered = sorted(positions)
+        small = [at for at in ordered if at < self._small]
+        return CopyBatch(small, ordered[len(small) :])
+
+    def copy_in(self, batch: CopyBatch, factor: float) -> None:
         """Copy the gradients of some slots into their views, and take them off their parameters.
 
         Large ones are multiplied by ``factor``; for small ones ``fill`` does that.
         """
-        positions = [at for at in map(self._position.__getitem__, slots) if not self._copied[at]]
-        self._make_writable(positions)
-        if small := [at for at in positions if at < self._small]:
-            grads: list[Any] = [self._members[at].grad for at in small]
+        if 1 in batch.pick(self._copied):
+            batch = self._batch(at for at in (*batch.small, *batch.large) if not self._copied[at])
+        self._make_writable(batch.small)
+        self._make_writable(batch.large)
+        if batch.small:
+            grads: list[Any] = [member.grad for member in batch.pick(self._members)]
             try:
-                foreach_copy_([self._views[at] for at in small], grads)
+                foreach_copy_(batch.pick(self._views), grads)
             except (TypeError, RuntimeError):  # one is missing, or sparse: ``fill`` takes them one by one
                 grads.clear()
             else:
-                self._take_off(small, grads)
-        for position in positions:
-            if position >= self._small and self._members[position].grad is not None:
+                self._take_off(batch, grads)
+        for position in batch.large:
+            if not self._copied[position] and self._members[position].grad is not None:
                 self._copy_one(position, factor)
 
-    def fill(self, factor: float, used: Sequence[int], *, complete: bool) -> list[int]:
+    def fill(self, factor: float, used: Sequence[int] | None) -> list[int]:
         """Bring in the gradients that are still missing; a slot that has none counts as zeros.
 
         Args:
             factor: what gradients are multiplied by.
-            used: for each slot of the module, whether this rank used it.
-            complete: whether this rank is known to have used every slot of the bucket.
+            used: for each slot of the module, whether this rank used it; None if it is known to have used
+                every slot of the bucket.
 
         Returns:
             Slots that were said to be used and have no gradient: autograd ran their hooks without one.
         """
         self._make_writable(range(len(self._members)))
-        if complete:
-            self.copy_in(self._position, factor)
+        if used is None and 0 in self._copied:
+            self.copy_in(self._batch(range(len(self._members))), factor)
         missing = []
-        if not complete or 0 in self._copied:
+        if used is not None or 0 in self._copied:
             for slot, position in self._position.items():
                 by = 1.0 if position < self._small else factor
-                has_gradient = self._fill_one(position, by, used=bool(used[slot]))
-                if used[slot] and not has_gradient:
+                is_used = used is None or bool(used[slot])
+                has_gradient = self._fill_one(position, by, used=is_used)
+                if is_used and not has_gradient:
                     missing.append(slot)
         if factor != 1 and self._runs:
             foreach_mul_(self._runs, factor)
@@ -229,12 +265,13 @@ class DenseBucket:
             if parameter.grad is not None:
                 parameter.grad.add_(view)
 
-    def _take_off(self, positions: Sequence[int], grads: list[Tensor]) -> None:
+    def _take_off(self, batch: CopyBatch, grads: list[Tensor]) -> None:
         """Take copied gradients, which are in this list too, off their parameters."""
-        for position in positions:
-            self._members[position].grad = None
+        for member in batch.pick(self._members):
+            member.grad = None
+        for position in batch.small:
             self._copied[position] = True
-        self._keep_held(positions, grads)
+        self._keep_held(batch.small, grads)
 
     def _fill_one(self, position: int, factor: float, *, used: bool) -> bool:
         """Bring in one gradient, or zeros; returns whether this rank has something to contribute."""

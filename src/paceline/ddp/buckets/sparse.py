@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.ddp.buckets.dense import CopyBatch
 from paceline.ddp.buckets.plan import Slot
 from paceline.tensors.dtensor import Trained
 
@@ -52,16 +53,21 @@ class SparseBucket:
     def begin(self) -> None:
         """A step begins; there is nothing to prepare."""
 
-    def copy_in(self, slots: Iterable[int], factor: float) -> None:
-        """Nothing to do early: how many rows there are is known when the bucket is filled."""
+    def batch(self, slots: Iterable[int]) -> CopyBatch:  # noqa: ARG002  # as a dense bucket's
+        """Nothing: how many rows there are is known when the bucket is filled."""
+        return CopyBatch((), ())
 
-    def fill(self, factor: float, used: Sequence[int], *, complete: bool) -> list[int]:  # noqa: ARG002
+    def copy_in(self, batch: CopyBatch, factor: float) -> None:
+        """Nothing to do early."""
+
+    def fill(self, factor: float, used: Sequence[int] | None) -> list[int]:
         """Bring the gradient in; none counts as no rows. Returns the slot if ``used`` is wrong about it."""
         (parameter,) = self.parameters
         slot = self.slots[0].index
         self._before, parameter.grad = parameter.grad, None
-        missing = [slot] if used[slot] and self._before is None else []
-        self._is_unused = not used[slot] or bool(missing)
+        is_used = used is None or bool(used[slot])
+        missing = [slot] if is_used and self._before is None else []
+        self._is_unused = not is_used or bool(missing)
         if self._before is None:
             self.zero()
         else:

@@ -8,6 +8,7 @@ such hook, because a method other than forward was called, the first gradient as
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +20,43 @@ from paceline.torch_private import current_graph_task_id, grad_hooks_of, queue_c
 from paceline.tracing import traced_as, untraced_with_calls
 
 
+class _Arrived(list[Trained]):
+    """Parameters whose gradients have arrived, in order. Autograd calls it with each of them.
+
+    The first call of a backward runs ``on_first``. From then on it is a _Noting, until it is cleared.
+    """
+
+    def __init__(
+        self, on_grads: "weakref.WeakMethod[Callable[[], None]]", in_graph: Callable[[Tensor], None]
+    ):
+        super().__init__()
+        self.on_grads = on_grads
+        self.in_graph = in_graph
+
+    @traced_as(lambda self, parameter: self.in_graph(parameter))
+    @untraced_with_calls
+    def __call__(self, parameter: Trained) -> None:
+        self.append(parameter)
+        self.__class__ = _Noting
+        if (on_grads := self.on_grads()) is not None:
+            on_grads()
+
+
+class _Noting(_Arrived):
+    """Only notes parameters: no Python code runs when autograd calls it, only ``list.append``."""
+
+    __call__ = list.append  # type: ignore[assignment]
+
+
 class GradHooks:
     """Hooks on parameters that run when a gradient was added to ``.grad``.
 
-    Most calls only note the parameter, which costs far less than a look at it. ``on_grads`` is called for the
-    first gradient of a backward, then for every N-th, and always for eager parameters.
+    Most only note the parameter, without any Python code. ``on_grads`` is called for the first gradient of a
+    backward that has not been expected, and for chosen parameters.
 
     Args:
         parameters: every parameter, by slot.
         on_grads: called when there are gradients to look at; held weakly, because parameters hold the hooks.
-        every: the largest number of gradients between two calls of ``on_grads``.
         in_graph: what compiled autograd traces instead of these hooks.
 
     Attributes:
@@ -41,41 +69,52 @@ class GradHooks:
         self,
         parameters: Sequence[Trained],
         on_grads: Callable[[], None],
-        every: int,
         in_graph: Callable[[Tensor], None],
     ) -> None:
-        self._on_grads = weakref.WeakMethod(on_grads)
-        self._in_graph = in_graph
         self._parameters = parameters
         self._slot_of = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._hooks: dict[int, _GradHook] = {}
         self._waiting: set[int] = set()
-        self._eager: Container[int] = ()
+        self._chosen: Container[int] = ()
+        self._changed: list[_GradHook] = []
         self._hooks_per_parameter: list[dict[int, object]] = []
         self.nested = False
         self.removed = False
-        self._arrived: list[Trained] = []
+        self._arrived = _Arrived(weakref.WeakMethod(on_grads), in_graph)
         self._seen = 0
-        self._on_grad, self._on_grad_eagerly = self._make_hook(every), self._make_hook(1)
+        self._last: list[Trained] = []  # what arrived in the last backward
+        self._last_slots: list[int] = []
+        self._on_chosen = self._make_hook(in_graph)
 
-    def _make_hook(self, every: int) -> "Callable[[Trained], None]":
-        arrived, append, weak_on_grads = self._arrived, self._arrived.append, self._on_grads
+    def _make_hook(self, in_graph: Callable[[Tensor], None]) -> "Callable[[Trained], None]":
+        append, weak_on_grads = self._arrived.append, self._arrived.on_grads
 
-        @traced_as(self._in_graph)
+        @traced_as(in_graph)
         @untraced_with_calls
         def on_grad(parameter: Trained) -> None:
             append(parameter)
-            count = len(arrived)
-            if (count == 1 or not count % every) and (on_grads := weak_on_grads()) is not None:
+            if (on_grads := weak_on_grads()) is not None:
                 on_grads()
 
         return on_grad
 
-    def follow(self, slots: Iterable[int], *, eager: Container[int]) -> None:
-        """Have hooks on the parameters of these slots from now on; they may have some already."""
-        self._waiting = set(slots)
-        self._eager = eager
+    def follow(self, slots: Iterable[int], *, chosen: Container[int]) -> None:
+        """Have hooks on these parameters; after ``settle``, those of the chosen ones call ``on_grads``."""
+        self._chosen = chosen
+        slots = [*slots]
+        self._waiting = {slot for slot in slots if slot not in self._hooks}
+        self._changed = [
+            hook
+            for slot in slots
+            if (hook := self._hooks.get(slot)) is not None and hook.call is not self._hook(slot)
+        ]
         self.attach()
+
+    def settle(self) -> None:
+        """Replace hooks of parameters that were chosen since, or are no longer; not while one may run."""
+        for hook in self._changed:
+            hook.replace(self._hook(hook.slot))
+        self._changed = []
 
     def attach(self) -> None:
         """Put hooks on parameters that have none yet; on a frozen one as soon as it requires a gradient."""
@@ -84,28 +123,37 @@ class GradHooks:
             return
         self._waiting -= found
         for slot in found:
-            call = self._on_grad_eagerly if slot in self._eager else self._on_grad
-            known = self._hooks.get(slot)
-            if known is not None and known.call is not call:
-                known.handle.remove()
-            if known is None or known.call is not call:
-                self._hooks[slot] = _GradHook(self._parameters[slot], call)
+            self._hooks[slot] = _GradHook(slot, self._parameters[slot], self._hook(slot))
         self._hooks_per_parameter = [hook.all_of_parameter for hook in self._hooks.values()]
+
+    def _hook(self, slot: int) -> Callable[[Trained], None]:
+        return self._on_chosen if slot in self._chosen else self._arrived
+
+    def expect(self) -> None:
+        """A backward has begun: its first gradient need not be looked at."""
+        self._arrived.__class__ = _Noting
 
     def new(self) -> list[int]:
         """Slots whose gradients have arrived since the last call, in order."""
-        slot_of = self._slot_of
-        slots = [slot_of[id(parameter)] for parameter in self._arrived[self._seen :]]
-        self._seen = len(self._arrived)
-        return slots
+        first, self._seen = self._seen, len(self._arrived)
+        new, before = self._arrived[first:], self._last[first : self._seen]
+        if len(before) == len(new) and all(
+            map(is_, new, before)
+        ):  # as usual, and faster than looking them up
+            return self._last_slots[first : self._seen]
+        return [self._slot_of[id(parameter)] for parameter in new]
 
     def add(self, slots: Iterable[int]) -> None:
         """Note gradients that came another way."""
         self._arrived.extend(self._parameters[slot] for slot in slots)
 
     def clear(self) -> None:
-        """Forget what has arrived."""
+        """Forget what has arrived, because a backward is over."""
+        if len(self._arrived) != len(self._last) or not all(map(is_, self._arrived, self._last)):
+            self._last = [*self._arrived]
+            self._last_slots = [self._slot_of[id(parameter)] for parameter in self._last]
         self._arrived.clear()
+        self._arrived.__class__ = _Arrived
         self._seen = 0
 
     def move_to_end(self) -> None:
@@ -126,11 +174,13 @@ class GradHooks:
         for hook in self._hooks.values():
             hook.handle.remove()
         self._hooks.clear()
+        self._changed = []
         self._hooks_per_parameter = []
 
 
 class _GradHook:
-    def __init__(self, parameter: Trained, call: Callable[[Trained], None]) -> None:
+    def __init__(self, slot: int, parameter: Trained, call: Callable[[Trained], None]) -> None:
+        self.slot = slot
         self.parameter = parameter
         self.call = call
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
@@ -141,8 +191,13 @@ class _GradHook:
 
     def move_to_end(self) -> None:
         if self.parameter.requires_grad and not self.is_last():
+            self.replace(self.call)
+
+    def replace(self, call: Callable[[Trained], None]) -> None:
+        if self.parameter.requires_grad:
+            self.call = call
             self.handle.remove()
-            self.handle = self.parameter.register_post_accumulate_grad_hook(self.call)
+            self.handle = self.parameter.register_post_accumulate_grad_hook(call)
 
 
 def at_start_of_backward(

@@ -31,7 +31,7 @@ from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.autograd_hooks import GradHooks, current_backward
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.planner import Planner, PlanStage
-from paceline.ddp.reducer.step import BATCH, Step
+from paceline.ddp.reducer.step import MOST_SMALL, Step
 from paceline.ddp.reducer.step_context import StepContext, lay_out
 from paceline.ddp.reducer.step_report import StepOutcome, StepSummary
 from paceline.ddp.reducer.strict_checks import StrictChecks
@@ -118,7 +118,6 @@ class Reducer:
         self.grad_hooks = GradHooks(
             parameters.local,
             self._on_grads,
-            every=1 if strict is not None else BATCH,
             in_graph=traced_reduction(self),
         )
         weakref.finalize(self, self.grad_hooks.remove)
@@ -212,6 +211,7 @@ class Reducer:
                         f"call it after backward ({self.where})"
                     )
                 self.turns.begin(self)
+                self.grad_hooks.expect()
                 self._phase = Phase.ACCUMULATING
                 if self.is_weighted:
                     self.accumulation.weights.begin()
@@ -390,7 +390,8 @@ class Reducer:
 
     def _start_step(self) -> None:
         self.turns.finish_launched()
-        copy_late = self._get_ready()
+        self._get_ready()
+        copy_late = self.grad_hooks.nested or not self.grad_hooks.run_last()  # others read ``.grad`` after us
         if self.group.may_change:
             self.ranks = self.group.count_ranks()
         self._phase = Phase.SYNCING
@@ -409,8 +410,8 @@ class Reducer:
         assert self._step is not None
         return self._step
 
-    def _get_ready(self) -> bool:
-        """Adopt a new plan and put hooks in place; returns whether others read ``.grad`` after us."""
+    def _get_ready(self) -> None:
+        """Adopt a new plan and put hooks in place."""
         self._wait_for_lost_step()
         if self.strict is not None:
             self.strict.begin()
@@ -418,18 +419,20 @@ class Reducer:
             self.after_step.find_optimizers()
         if self.context.bucket_set.plan is not self.planner.plan:
             self._adopt_plan(self.group, self.exchange)
-        hooks = self.grad_hooks
-        hooks.attach()
+        self.grad_hooks.attach()
         self.context.parameters.keep_hooks()
         if current_backward() == -1:
-            hooks.move_to_end()
-        return hooks.nested or not hooks.run_last()
+            self.grad_hooks.settle()
+            self.grad_hooks.move_to_end()
 
     def _learn(self, summary: StepSummary) -> None:
         context = self.context
         if summary.unfrozen:
             self.planner.add([slot for slot in context.outside if summary.used[slot]])
-        context.readiness.learn()
+        if context.readiness.learn():
+            context.bucket_set.forget_batches()
+            self._choose_hooks()
+        self.grad_hooks.settle()
         self.planner.learn(summary.order)
         context.buffers.learn(changed=summary.buffers_changed or context.group.may_change)
         self.last_summary = summary
@@ -499,7 +502,13 @@ class Reducer:
         """Have parameters' hooks and the recorder follow the plan in force."""
         plan = self.context.bucket_set.plan
         self.recorder.follow(PlanDescription(plan.buckets, self.exchange.name), self.group)
-        eager = {slot for slot in self.planner.order if self.context.bucket_set.is_large[slot]}
-        if self.planner.stage is not PlanStage.GUESS:
-            eager.update(members[-1] for members in plan.buckets if members)
-        self.grad_hooks.follow(self.planner.order, eager=eager)
+        self._choose_hooks()
+
+    def _choose_hooks(self) -> None:
+        """Choose the gradients at whose arrival there is something to copy or to launch."""
+        slots = self.planner.order
+        if self.strict is not None:
+            self.grad_hooks.follow(slots, chosen={*slots})
+        else:
+            pauses = self.context.readiness.pauses(self.context.bucket_set.is_large, MOST_SMALL)
+            self.grad_hooks.follow(slots, chosen=pauses)

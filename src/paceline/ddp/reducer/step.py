@@ -13,20 +13,20 @@ known, a parameter that this rank did not use gets the average if another rank u
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 
 from paceline.ddp.buckets.bucket_set import Bucket
+from paceline.ddp.buckets.dense import CopyBatch
 from paceline.ddp.buckets.plan import BucketCaps, make_plan
 from paceline.ddp.reducer.in_flight import InFlight
 from paceline.ddp.reducer.readiness import LaunchOrder
 from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome, StepSummary
 
-# The number of small gradients that are copied by one call: enough to share its cost, few enough for the
-# cache.
-BATCH = 64
+# The largest number of small gradients that are copied together: enough to share the cost, few enough for
+# the cache.
+MOST_SMALL = 64
 _UNCAPPED = BucketCaps((2**63,))
 
 
@@ -62,7 +62,6 @@ class Step:
         self._number = number
         self._accumulated = accumulated
         self._copy_late = copy_late
-        self._to_copy: list[int] = []
         self._is_weighted = context.weights.now is not None
         self._factor = 1.0 if self._is_weighted else context.exchange.factor(ranks)
         self._order = LaunchOrder(len(context.bucket_set.buckets), launch_late=launch_late)
@@ -87,10 +86,10 @@ class Step:
         """Gradients of these slots have arrived: copy them, and launch the buckets that are full."""
         context = self._context
         full = context.readiness.mark(slots)
-        with torch.no_grad():
-            for bucket, members in groupby(self._to_copy_now(slots), key=context.bucket_set.bucket_of.get):
-                if bucket is not None:  # a slot may have a hook from an earlier plan, and no bucket now
-                    bucket.copy_in(members, self._factor)
+        if not self._copy_late:
+            with torch.no_grad():
+                for bucket, batch in self._to_copy(slots):
+                    bucket.copy_in(batch, self._factor)
         for number in full:
             context.recorder.ready(number, context.readiness.last_slot[number])
             self._order.mark_full(number)
@@ -146,20 +145,18 @@ class Step:
         if not context.exchange.carries_report:
             self._own_report = self._report()
 
-    def _to_copy_now(self, slots: Sequence[int]) -> Sequence[int]:
-        """Slots whose gradients are to be copied now; small ones wait until there are many."""
-        context, is_large = self._context, self._context.bucket_set.is_large
-        self._to_copy += slots
-        # With each large one too: small gradients in between would keep its memory from being used again.
-        if len(self._to_copy) < BATCH and not any(is_large[slot] for slot in slots):
-            return ()
-        waiting, self._to_copy = self._to_copy, []
-        ready = () if self._copy_late else context.readiness.ready(waiting)
-        if self._is_weighted:  # small ones wait for the launch, because each is multiplied by itself
-            ready = [slot for slot in ready if is_large[slot]]
-            for slot in ready:
-                context.weights.apply(slot)
-        return ready
+    def _to_copy(self, slots: Sequence[int]) -> list[tuple[Bucket, CopyBatch]]:
+        """Those of the new gradients that can be copied now."""
+        context, readiness = self._context, self._context.readiness
+        if not self._is_weighted:
+            is_like_last = readiness.is_like_last
+            ready = slots if is_like_last else readiness.ready(slots)
+            return context.bucket_set.batches(ready, again=is_like_last)
+        # Small ones wait for the launch, because each is multiplied by itself.
+        large = [slot for slot in readiness.ready(slots) if context.bucket_set.is_large[slot]]
+        for slot in large:
+            context.weights.apply(slot)
+        return context.bucket_set.batches(large, again=False)
 
     def _launch(self, number: int) -> None:
         context = self._context
@@ -170,7 +167,7 @@ class Step:
         with torch.no_grad():
             self._apply_weights(bucket)
             complete = context.readiness.is_complete(number) and not self._is_weighted
-            missing = bucket.fill(self._factor, context.readiness.used, complete=complete)
+            missing = bucket.fill(self._factor, None if complete else context.readiness.used)
             context.readiness.set_used(missing, used=False)
             report = None
             if number == context.bucket_set.plan.report_bucket:
@@ -258,7 +255,7 @@ class Step:
             bucket.zero()
         else:
             self._apply_weights(bucket)
-            bucket.fill(self._factor, self._context.readiness.used, complete=False)
+            bucket.fill(self._factor, self._context.readiness.used)
         return bucket
 
     def _average_outside_plan(self, summary: StepSummary) -> None:
@@ -267,7 +264,7 @@ class Step:
         for members in make_plan(context.parameters.slots, found, _UNCAPPED).buckets:
             if members:
                 bucket = context.bucket_set.for_slots(members)
-                bucket.fill(self._factor, context.readiness.used, complete=False)
+                bucket.fill(self._factor, context.readiness.used)
                 self._average(bucket, len(context.bucket_set.buckets), summary)
                 bucket.set_grads()
                 bucket.set_unused_grads(summary.used)
