@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pickle
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from paceline.comm import python_groups
 from paceline.comm.backend.process_group import PacelineGroup
 from paceline.comm.host_leaders import HostLeaders, open_process_group
 from paceline.comm.peer_notes import PeerNotes
-from paceline.comm.pending import ChunksPending, OnSlow, Pending, WorkPending
+from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, WorkPending
 from paceline.comm.shm.local_ranks import LocalRanks
 from paceline.comm.shm.transport import SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, StepError, WrapError
@@ -42,6 +43,7 @@ class Group:
         name: torch's name for the group, or one that only this process knows.
         may_change: whether its ranks may be others in each step, see ``python_groups.may_change``.
         shared: the shared memory that collectives go through; None if they go over the process group.
+        host: the same ranks, for tensors in host memory, if this group is used for an accelerator's.
         peer_notes: notes that ranks leave for each other when something goes wrong.
     """
 
@@ -52,6 +54,7 @@ class Group:
         self.name = python_groups.name_of(process_group)
         self.may_change = python_groups.may_change(process_group)
         self.shared: SharedMemoryTransport | None = None
+        self.host: Group | None = None
         self._read_timeout = functools.partial(torch_private.timeout_of, process_group)
         self._local_ranks: LocalRanks | None = None
         self._sum = c10d.AllreduceOptions()
@@ -128,6 +131,37 @@ class Group:
             self.shared = SharedMemoryTransport(channel, local_ranks, leaders)
             self._local_ranks = local_ranks
 
+    def open_host_group(self, device: torch.device, *, share_memory: bool) -> None:
+        """Open a group of the same ranks for tensors in host memory; every rank calls this at once.
+
+        Args:
+            device: where the tensors of this group's collectives are.
+            share_memory: whether ranks of one host may use shared memory.
+        """
+        if self.size == 1 or not self._is_known or self.may_change:
+            return
+        host, problem = None, ""
+        try:
+            host = Group(self._open(range(self.size)))
+        except RuntimeError as error:  # gloo finds no network
+            problem = str(error)
+        problems = self.gather_objects(problem, device)
+        if host is None or any(problems):
+            warnings.warn(
+                "ranks tell each other about their steps on the device, and so wait for it in each step; "
+                f"they cannot on the host: {next(filter(None, problems))}",
+                stacklevel=2,
+            )
+            return
+        self.host = host
+        if share_memory:
+            host.share_memory(nbytes=0)
+
+    @property
+    def may_tell_on_host(self) -> bool:
+        """Whether ``all_reduce_on_host`` works though the group's other tensors are on an accelerator."""
+        return self.size == 1 or self.host is not None
+
     def open_leader_group(self) -> "Group | None":
         """A new group of the host leaders of this rank's number, one per host; all of them call this at once.
 
@@ -160,6 +194,8 @@ class Group:
         """Do this rank's part of what is in flight, which nobody on this rank will wait for."""
         if self.shared is not None:
             self.shared.finish_in_background()
+        if self.host is not None:
+            self.host.finish_in_background()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor over the ranks, in place."""
@@ -167,6 +203,12 @@ class Group:
             return self.shared.all_reduce(tensor)
         work = self.process_group.allreduce([tensor], self._sum)
         return WorkPending(work, tensor, self._read_timeout, drops_failures=self.may_change)
+
+    def all_reduce_on_host(self, tensor: Tensor) -> Pending:
+        """Begin to add up a tensor in host memory over the ranks, in place."""
+        if self.host is not None:
+            return self.host.all_reduce(tensor)
+        return self.all_reduce(tensor) if self.size > 1 else NothingPending(tensor)
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
         """As ``all_reduce``, but never in shared memory; the future has a list of the one tensor."""

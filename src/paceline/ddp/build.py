@@ -34,8 +34,7 @@ def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *
     check_shards(wrapped.params, group)
     if options.init_sync:
         check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
-    if options.may_share_memory:
-        wrapped.share_memory(group)
+    wrapped.open_transports(group, may_share_memory=options.may_share_memory)
     if options.init_sync:
         buffers = options.syncs_buffers_at_start
         wrapped.broadcast(group, buffers=buffers, source=0, bytes_at_once=bytes_at_once)

@@ -120,6 +120,7 @@ class ScriptedGroup:
         self.process_group: Any = None
         self.may_change = may_change
         self.shared: Any = None
+        self.may_tell_on_host = True
         self.calls: list[ScriptedCall] = []
         self.waits: list[int] = []
         self.local_calls: list[str] = []
@@ -134,6 +135,10 @@ class ScriptedGroup:
     def count_ranks(self) -> int:
         """The number of ranks now."""
         return self.size
+
+    def all_reduce_on_host(self, tensor: Tensor) -> "ScriptedPending":
+        """As ``all_reduce``."""
+        return self.all_reduce(tensor)
 
     def all_reduce(self, tensor: Tensor) -> "ScriptedPending":
         """Begin to add up a tensor over the ranks, in place."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.ddp.buckets.dense import LARGE_NUMEL, CopyBatch, DenseBucket, Empty
+from paceline.ddp.buckets.dense import CopyBatch, DenseBucket, Empty, is_large
 from paceline.ddp.buckets.plan import BucketPlan, Slot
 from paceline.ddp.buckets.sparse import SparseBucket
 from paceline.tensors.dtensor import Trained
@@ -41,10 +41,13 @@ class BucketSet:
         report_numel: the number of elements of a step report.
         report_in_bucket: whether the report travels behind the last bucket's gradients, or in a tensor of
             its own.
+        report_on_host: whether that tensor is in host memory, wherever the parameters are.
         options: how the buckets are made.
         empty: makes their storage.
 
     Attributes:
+        report_in_bucket: as given.
+        report_on_host: as given.
         buckets: one for each of the plan's.
         bucket_of: each planned slot's bucket.
         is_large: a 1 for each slot whose gradient is copied as soon as it is ready.
@@ -58,6 +61,7 @@ class BucketSet:
         *,
         report_numel: int,
         report_in_bucket: bool,
+        report_on_host: bool = False,
         options: BucketOptions,
         empty: Empty,
     ) -> None:
@@ -65,7 +69,8 @@ class BucketSet:
         self._slots = slots
         self._parameters = parameters
         self._report_numel = report_numel
-        self._report_in_bucket = report_in_bucket
+        self.report_in_bucket = report_in_bucket
+        self.report_on_host = report_on_host
         self._options = options
         self._empty = empty
         self._report: Tensor | None = None
@@ -77,9 +82,9 @@ class BucketSet:
             has_report = report_in_bucket and number == plan.report_bucket
             bucket = self._make(members, as_views=options.as_views, tail=report_numel if has_report else 0)
             self.buckets.append(bucket)
-            for slot in bucket.slots:
+            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
                 self.bucket_of[slot.index] = bucket
-                self.is_large[slot.index] = slot.numel >= LARGE_NUMEL and not slot.sparse
+                self.is_large[slot.index] = is_large(slot, parameter) and not slot.sparse
 
     def batches(self, slots: Sequence[int], *, again: bool) -> list[tuple[Bucket, CopyBatch]]:
         """The gradients of these slots, in batches that are copied together.
@@ -125,12 +130,13 @@ class BucketSet:
     @property
     def report(self) -> Tensor:
         """Where the step report is written."""
-        if self._report_in_bucket:
+        if self.report_in_bucket:
             bucket = self.buckets[self.plan.report_bucket]
             assert isinstance(bucket, DenseBucket)
             return bucket.tail
         if self._report is None:
-            self._report = torch.empty(self._report_numel, device=self._parameters[0].device)
+            device = torch.device("cpu") if self.report_on_host else self._parameters[0].device
+            self._report = torch.empty(self._report_numel, device=device)
         return self._report
 
     def _make(self, members: Sequence[int], *, as_views: bool, tail: int = 0) -> Bucket:

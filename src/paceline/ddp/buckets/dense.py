@@ -6,7 +6,8 @@ told apart, and autograd never writes into storage that a reduction reads.
 
 Note [Small and large gradients]. Gradients are copied soon after they are ready, while they are still in the
 cache. A large one is copied at once, and scaled by the same call. Small ones are copied many at a time,
-because there the calls cost more than the copying; they are scaled when the bucket is launched.
+because there the calls cost more than the copying; they are scaled when the bucket is launched. On an
+accelerator every gradient counts as small: each call is a kernel to launch, and a bucket is copied by one.
 
 Note [Gradients are lent]. The averages that become ``.grad`` are views of the storage. If somebody keeps one
 beyond its step, the bucket leaves that storage alone and takes new storage; with ``as_views`` it does not
@@ -34,6 +35,11 @@ class Empty(Protocol):
     """Makes a flat tensor."""
 
     def __call__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...  # noqa: D102
+
+
+def is_large(slot: Slot, parameter: Trained) -> bool:
+    """Whether a gradient is copied by itself: see Note [Small and large gradients]."""
+    return slot.numel >= LARGE_NUMEL and parameter.device.type == "cpu"
 
 
 class CopyBatch:
@@ -94,10 +100,11 @@ class DenseBucket:
         self._flat: Tensor | None = None
         self._typed: Tensor
         # By position: small slots first, then large ones.
-        order = sorted(range(len(slots)), key=lambda at: slots[at].numel >= LARGE_NUMEL)
+        large = [is_large(slot, parameter) for slot, parameter in zip(slots, parameters, strict=True)]
+        order = sorted(range(len(slots)), key=large.__getitem__)
         self._position = {slots[at].index: position for position, at in enumerate(order)}
         self._members = [parameters[at] for at in order]
-        self._small = sum(slot.numel < LARGE_NUMEL for slot in slots)
+        self._small = len(large) - sum(large)
         self._views: list[Tensor] = []
         self._runs: list[Tensor] = []
         self._lent = Lent(self._views)
@@ -400,7 +407,7 @@ class DenseBucket:
             view = self._typed.as_strided(parameter.shape, strides, offset)
             # To its holder a lent gradient is a tensor of its own: it has a version, and can be detached.
             views[slot.index] = view if self._as_views else view.data
-            if slot.numel >= LARGE_NUMEL:
+            if self._position[slot.index] >= self._small:
                 self._end_run(run, offset)
                 run = offset + slot.numel
             offset += slot.numel

@@ -230,8 +230,9 @@ class TorchNames:
         if groups.belongs_to(new_process_group):
             wrapper.process_group = new_process_group
             wrapper._group = Group(new_process_group)
-            if wrapper._options.may_share_memory:
-                wrapper._wrapped.share_memory(wrapper._group)
+            wrapper._wrapped.open_transports(
+                wrapper._group, may_share_memory=wrapper._options.may_share_memory
+            )
             wrapper._reducer.move_to(wrapper._group)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

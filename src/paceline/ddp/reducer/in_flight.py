@@ -1,4 +1,10 @@
-"""One step's buckets in flight: launched, waited for, with the step report behind the last or beside them."""
+"""One step's buckets in flight: launched, waited for, with the step report behind the last or beside them.
+
+Note [Reports on the host]. Behind the gradients of an accelerator the report could be read only when the
+device has done all of backward, so the host would wait for the device in each step, and could never queue the
+next step meanwhile. There ranks add up their reports in host memory instead, as soon as each has issued its
+backward. It costs a collective on the host, and none on the device.
+"""
 
 import contextlib
 import math
@@ -83,9 +89,10 @@ class InFlight:
         """Launch a bucket, with this rank's report if it is the report's bucket."""
         self._recorder.launched(number)
         bucket, plan = self._bucket_set.buckets[number], self._bucket_set.plan
-        if number == plan.report_bucket and self._exchange.carries_report:
+        in_bucket = self._bucket_set.report_in_bucket
+        if number == plan.report_bucket and in_bucket:
             self._write_report(report)
-        if bucket.slots or self._exchange.carries_report:
+        if bucket.slots or in_bucket:
             is_last = number == plan.last_with_slots
             with self._breaking_off(number):
                 self.launched[number] = self._exchange.launch(bucket, number, is_last=is_last)
@@ -124,7 +131,7 @@ class InFlight:
 
     def read_report(self, report: RankReport | None) -> StepSummary:
         """What all ranks said of the step; ``report`` is this rank's, if it travels beside the buckets."""
-        if not self._exchange.carries_report:
+        if not self._bucket_set.report_in_bucket:
             # Not before the hooks are done: theirs may be chains of collectives, which must not be cut into.
             self._exchange_report(report)
         self._recorder.all_reduced()
@@ -155,7 +162,7 @@ class InFlight:
         failed = torch.zeros(self._group.size, device=self._bucket_set.report.device)
         failed[self._group.rank] = self.mistake is not None
         with self._naming_report() as on_slow:
-            self._group.all_reduce(failed).wait(on_slow)
+            self._sum_reports(failed).wait(on_slow)
         if self.mistake is not None:
             raise self.mistake
         raised = {rank: StepOutcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
@@ -190,6 +197,8 @@ class InFlight:
         self.outcome = outcome
         if self._exchange.carries_report:
             self._launch_rest()
+            if not self._bucket_set.report_in_bucket:
+                self._launch_report(None)
             return
         self._deadline = time.monotonic() + _GIVE_UP_SECONDS
         try:
@@ -209,7 +218,7 @@ class InFlight:
             # The other ranks were told of a hook's mistake when it was made.
             with contextlib.suppress(HookError), self._naming(bucket, number) as on_slow:
                 pending.wait(on_slow)
-        if self.outcome in RAISED and not self._exchange.carries_report:
+        if self.outcome in RAISED and not self._bucket_set.report_in_bucket:
             self._exchange_report(None)
 
     def _launch_rest(self) -> None:
@@ -225,11 +234,21 @@ class InFlight:
         self._layout.write(self._bucket_set.report, self._group.rank, report)
 
     def _exchange_report(self, report: RankReport | None) -> None:
+        pending = self._launch_report(report)
+        with self._naming_report() as on_slow:
+            pending.wait(on_slow)
+
+    def _launch_report(self, report: RankReport | None) -> Pending:
         if self._report is None:
             self._write_report(report)
-            self._report = self._group.all_reduce(self._bucket_set.report)
-        with self._naming_report() as on_slow:
-            self._report.wait(on_slow)
+            self._report = self._sum_reports(self._bucket_set.report)
+        return self._report
+
+    def _sum_reports(self, tensor: torch.Tensor) -> Pending:
+        group = self._group
+        return (
+            group.all_reduce_on_host(tensor) if self._bucket_set.report_on_host else group.all_reduce(tensor)
+        )
 
     def _naming_report(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         number = self._bucket_set.plan.report_bucket

@@ -510,5 +510,7 @@ class Reducer:
         if self.strict is not None:
             self.grad_hooks.follow(slots, chosen={*slots})
         else:
-            pauses = self.context.readiness.pauses(self.context.bucket_set.is_large, MOST_SMALL)
+            on_cpu = any(parameter.device.type == "cpu" for parameter in self.context.parameters.local)
+            most = MOST_SMALL if on_cpu else len(slots)
+            pauses = self.context.readiness.pauses(self.context.bucket_set.is_large, most)
             self.grad_hooks.follow(slots, chosen=pauses)

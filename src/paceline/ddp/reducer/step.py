@@ -142,7 +142,7 @@ class Step:
                 self.in_flight.wait_for_room()
                 yield number
         self._late = {number: self._late_bucket(number) for number in context.readiness.late}
-        if not context.exchange.carries_report:
+        if not context.bucket_set.report_in_bucket:
             self._own_report = self._report()
 
     def _to_copy(self, slots: Sequence[int]) -> list[tuple[Bucket, CopyBatch]]:
@@ -172,7 +172,7 @@ class Step:
             report = None
             if number == context.bucket_set.plan.report_bucket:
                 self._look_outside_plan()
-                report = self._report() if context.exchange.carries_report else None
+                report = self._report() if context.bucket_set.report_in_bucket else None
             self.in_flight.launch(number, report)
 
     def _skips(self, number: int) -> bool:

@@ -71,12 +71,16 @@ def lay_out(
         world=0 if group.may_change else group.size,
         with_order=planner.learns_order,
     )
+    # See Note [Reports on the host].
+    on_accelerator = any(parameter.device.type != "cpu" for parameter in parameters.local)
+    report_on_host = on_accelerator and group.may_tell_on_host
     bucket_set = BucketSet(
         plan,
         parameters.slots,
         parameters.local,
         report_numel=layout.numel,
-        report_in_bucket=exchange.carries_report,
+        report_in_bucket=exchange.carries_report and not report_on_host,
+        report_on_host=report_on_host,
         options=options,
         empty=group.empty,
     )

@@ -58,7 +58,8 @@ class ModuleBuffers:
 
     Buffers are looked up by name each time, because a module may replace them. They stop being broadcast
     after three steps in which no rank's buffers changed, until one changes. The ranks tell each other at the
-    end of each step, so a change to constant buffers reaches the other ranks one step later.
+    end of each step, so a change to constant buffers reaches the other ranks one step later. Buffers on an
+    accelerator are always broadcast, because to compare them the host would have to wait for the device.
 
     Args:
         module: whose buffers.
@@ -157,11 +158,16 @@ class _Buffer:
         self.buffer = buffer
         self._owner = owner
         self._name = name
+        self._values: Tensor | None = None
 
     def remember(self) -> None:
-        self._values = local_of(self.buffer).detach().clone()
+        local = local_of(self.buffer).detach()
+        # To compare an accelerator's, the host would have to wait for the device.
+        self._values = local.clone() if local.device.type == "cpu" else None
 
     def changed(self) -> bool:
+        if self._values is None:
+            return True
         replaced = self._owner.get(self._name) is not self.buffer
         return replaced or not torch.equal(local_of(self.buffer), self._values)
 

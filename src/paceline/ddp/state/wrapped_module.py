@@ -46,9 +46,11 @@ class WrappedModule:
         """The arguments of a forward, on the module's device if the user named it."""
         return move_tensors((inputs, kwargs), self.device) if self.device_ids else (inputs, kwargs)
 
-    def share_memory(self, group: Group) -> None:
-        """Have a group reduce in shared memory where that is possible; all its ranks call this together."""
-        if self.device.type == "cpu":
+    def open_transports(self, group: Group, *, may_share_memory: bool) -> None:
+        """Open shared memory, or what the ranks of accelerators need; all ranks call this at once."""
+        if self.device.type != "cpu":
+            group.open_host_group(self.device, share_memory=may_share_memory)
+        elif may_share_memory:
             group.share_memory(nbytes=sum(slot.nbytes for slot in self.params.slots))
 
     def broadcast(self, group: Group, *, buffers: bool, source: int, bytes_at_once: int) -> None:
