@@ -29,6 +29,7 @@ from paceline.tools.bench.floor import Floor
 from paceline.tools.bench.gradient_check import compare_gradients
 from paceline.tools.bench.measure import Turn, samples, take_turns
 from paceline.tools.bench.models import BenchModel, Step, Training
+from paceline.torch_private import broadcast_coalesced
 
 # torch rebuilds its buckets after the first step.
 WARMUPS = 3
@@ -36,6 +37,8 @@ WARMUPS = 3
 UNUSED_STEPS = 3
 # A copy of the model needs at least this many times its parameters: parameters, gradients and buckets.
 MEMORY_FACTOR = 3
+# How many bytes of values are broadcast by one message.
+BROADCAST_BYTES = 2**25
 # A turn lasts this long or has this many steps: right after another side's turn, caches are cold.
 TURN_SECONDS, TURN_STEPS = 0.02, 8
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 40
@@ -230,8 +233,8 @@ def merged(turns: Mapping[str, Sequence[Turn]]) -> StepTimes:
 
 def broadcast_values(module: nn.Module) -> None:
     """Give all ranks the first rank's values, as wrappers do."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), 0)
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    broadcast_coalesced(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
 def wrapped(side: Side, training: Training, *, has_unused: bool) -> Training:
