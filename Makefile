@@ -59,6 +59,11 @@ figures: $(READY)
 	for name in data_parallel ranks ddp collectives hosts hooks; do \
 		$(BIN)/python benchmarks/$$name.py --figures docs/figures.json || exit 1; \
 	done
+	for options in "--busy 2" "--world 4" "--world 8"; do \
+		$(BIN)/python benchmarks/ddp.py --parts steps --sides torch paceline $$options --figures docs/figures.json \
+			|| exit 1; \
+	done
+	$(BIN)/python benchmarks/ddp.py --parts parameters --sides torch paceline floor --figures docs/figures.json
 	$(BIN)/python benchmarks/figures.py --write
 
 format: $(READY)

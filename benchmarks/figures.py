@@ -202,10 +202,82 @@ def ddp_summary(entry: Entry) -> Lines:
     return with_source(table(header, rows), entry)
 
 
-def _steps(entry: Entry) -> Iterator[tuple[Entry, Entry]]:
+def ddp_c10d(entry: Entry) -> Lines:
+    """What synchronisation adds to a step if both wrappers reduce on gloo."""
+    header = ("step of", "torch on gloo adds", "paceline on gloo adds", "paceline / torch")
+    rows = (
+        (
+            added["case"]["label"],
+            spread(added, "torch"),
+            spread(added, "paceline-c10d"),
+            figure(added, "paceline-c10d / torch"),
+        )
+        for added in cases(entry, quantity="added")
+        if "paceline-c10d" in added["spreads"]
+    )
+    return with_source(table(header, rows), entry)
+
+
+def ddp_cpu(entry: Entry) -> Lines:
+    """The CPU time that synchronisation adds to a step, of all ranks together."""
+    header = (
+        "CPU time of a step of", "module alone", "torch adds", "paceline adds", "floor adds",
+        "paceline adds / torch adds", "target", "paceline adds / floor adds",
+    )  # fmt: skip
+    rows = (
+        (
+            step["case"]["label"],
+            spread(step, "the module alone"),
+            *(spread(added, side) for side in ("torch", "paceline", "floor")),
+            figure(added, "paceline / torch"),
+            target(added, "paceline / torch"),
+            figure(added, "paceline / floor"),
+        )
+        for step, added in _steps(entry, whole="cpu", part="cpu added")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def ddp_floor(entry: Entry) -> Lines:
+    """What synchronisation adds to a step, compared with the least that it could add."""
+    header = (
+        "step of", "waiting for the slower rank", "floor adds", "paceline adds", "paceline adds / floor adds",
+        "target",
+    )  # fmt: skip
+    pair = "paceline / floor"
+    rows = (
+        (
+            added["case"]["label"],
+            *(spread(added, side) for side in ("waiting for the slower rank", "floor", "paceline")),
+            figure(added, pair),
+            target(added, pair),
+        )
+        for added in cases(entry, quantity="added")
+        if "floor" in added["spreads"]
+    )
+    return with_source(table(header, rows), entry)
+
+
+def ddp_steps(entry: Entry) -> Lines:
+    """Whole steps of all models, on crowded cores."""
+    header = ("step of", "module alone", "torch", "paceline", "paceline / torch", "target")
+    pair = "paceline / torch"
+    rows = (
+        (
+            step["case"]["label"],
+            *(spread(step, side) for side in ("the module alone", "torch", "paceline")),
+            figure(step, pair),
+            target(step, pair),
+        )
+        for step in cases(entry, quantity="step")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def _steps(entry: Entry, *, whole: str = "step", part: str = "added") -> Iterator[tuple[Entry, Entry]]:
     """Each model's step, and what synchronisation adds to it."""
-    for step in cases(entry, quantity="step"):
-        for added in cases(entry, quantity="added", model=step["case"]["model"]):
+    for step in cases(entry, quantity=whole):
+        for added in cases(entry, quantity=part, model=step["case"]["model"]):
             yield step, added
 
 
@@ -310,7 +382,14 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "collectives": ("collectives", collectives),
     "data-parallel": ("data_parallel", every_result),
     "ddp": ("ddp", ddp),
+    "ddp-busy-2": ("ddp_busy_2", ddp_steps),
+    "ddp-c10d": ("ddp", ddp_c10d),
+    "ddp-cpu": ("ddp", ddp_cpu),
+    "ddp-floor": ("ddp", ddp_floor),
+    "ddp-parameters": ("ddp_parameters", every_result),
     "ddp-summary": ("ddp", ddp_summary),
+    "ddp-world-4": ("ddp_world_4", ddp_steps),
+    "ddp-world-8": ("ddp_world_8", ddp_steps),
     "hooks": ("hooks", hooks),
     "hooks-accuracy": ("hooks", hooks_accuracy),
     "hosts": ("hosts", every_result),
@@ -343,7 +422,7 @@ def main() -> None:
     texts, figures = {str(page.relative_to(ROOT)): page.read_text() for page in pages()}, load(FIGURES)
     problems = [f"not up to date: {name}" for name in stale(texts, figures)]
     problems += [
-        f"no figures yet: run benchmarks/{name}.py with --figures docs/figures.json"
+        f"no figures yet: {name} (a benchmark writes them with --figures docs/figures.json)"
         for name in without_figures(texts.values(), figures)
     ]
     print("\n".join(problems), end="\n" if problems else "")

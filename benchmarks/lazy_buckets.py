@@ -4,7 +4,7 @@ python benchmarks/lazy_buckets.py [--runs N] [--quick] [--json FILE] [--figures 
 
 The sides are torch's wrapper, torch's with gradient_as_bucket_view, and paceline's, each with buckets that
 are kept and with lazy ones. torch's lazy sides are left out if the installed torch does not know the option.
-Memory is measured as in benchmarks/ddp.py: the peak, and the most at the end of a forward, when all
+Memory is measured as in benchmarks/peak_memory.py: the peak, and the most at the end of a forward, when all
 activations are there. But malloc gives back to the system at once what is freed, so that only memory in use
 counts.
 """
@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
-from ddp import MEMORY_GRADIENTS, MEMORY_STEPS, WORLD, held_memory, held_on_rank
+from peak_memory import MEMORY_GRADIENTS, MEMORY_STEPS, held_memory, held_on_rank
 from targets import Row, add_output_options, report, save_figures
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +23,7 @@ from paceline.tools.bench.measure import Size, size
 from paceline.tools.bench.models import MODELS, BenchModel, Model, transformer
 from paceline.tools.bench.step_times import Side
 
+WORLD = 2
 # From mallopt(3): larger blocks are mapped by themselves, and unmapped when they are freed.
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 64 << 10
 # One whose gradients need more memory than its activations, and one where it is the other way round.
@@ -40,7 +41,7 @@ def sides() -> list[Side]:
 
 
 def held_without_free_memory(rank: int, model: BenchModel, side: Side) -> list[int]:
-    """``ddp.held_on_rank``, without what malloc would keep for later."""
+    """``held_on_rank``, without what malloc would keep for later."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
     return held_on_rank(rank, model, side)
 
@@ -62,7 +63,7 @@ def measure(runs: int, models: Sequence[str]) -> list[Row]:
         peak: dict[str, Size] = {}
         forward: dict[str, Size] = {}
         for side in sides():
-            held = [held_memory(model, side, held_without_free_memory) for _ in range(runs)]
+            held = [held_memory(model, side, held_without_free_memory, world=WORLD) for _ in range(runs)]
             # The first step has no gradients or buckets from before.
             peak[str(side)] = size([max(points) for points in held])
             forward[str(side)] = size([max(forward_points(model, points)[1:]) for points in held])

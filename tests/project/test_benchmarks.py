@@ -4,16 +4,19 @@ import json
 import mmap
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from xml.etree import ElementTree
 
 import collectives
 import ddp
 import hosts
 import lazy_buckets
+import peak_memory
 import pytest
 import recorder
+import step_targets
 import torch
 import torch.distributed as dist
 from figures import cases, load
@@ -21,11 +24,19 @@ from figures import cases, load
 from paceline.testing import RankPool
 from paceline.testing.hosts import why_not
 from paceline.tools.bench.collective_times import CollectiveCase, PreparedCall, check_results
-from paceline.tools.bench.models import MODELS
-from paceline.tools.bench.step_times import Side
+from paceline.tools.bench.measure import Size, timing
+from paceline.tools.bench.models import MODELS, Model
+from paceline.tools.bench.step_times import STEP_SIDES, Repeats, Side, StepResult, StepTimes
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20
+# What is measured of a model, by quantity.
+TINY_LAYERS = {
+    "step": "step of 200 tiny layers",
+    "added": "what synchronisation adds to a step of 200 tiny layers",
+    "cpu": "CPU time of a step of 200 tiny layers",
+    "cpu added": "CPU time that synchronisation adds to a step of 200 tiny layers",
+}
 
 
 def quick_rows(
@@ -125,22 +136,124 @@ def test_targets_are_those_of_the_case(case: CollectiveCase, shared: float, met:
 def test_steps_are_timed_on_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--models", "tiny-layers", "--sides", "torch", "torch-views", "paceline", "paceline-c10d"]
     rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options)
-    whole, added = "step of 200 tiny layers", "what synchronisation adds to a step of 200 tiny layers"
     pairs = [
         f"{ours} / {theirs}" for ours in ("paceline", "paceline-c10d") for theirs in ("torch", "torch-views")
     ]
-    assert list(rows) == [(what, pair) for what in (whole, added) for pair in pairs]
-    assert [row["target"] for row in rows.values()] == [1.0] * 4 + [0.125] * 2 + [None] * 2
+    assert list(rows) == [(what, pair) for what in TINY_LAYERS.values() for pair in pairs]
+    none = [None] * 2
+    assert [row["target"] for row in rows.values()] == [1.0] * 4 + [0.2] * 2 + none * 3 + [0.4] * 2 + none
+
+
+def test_more_ranks_and_busy_cores_have_a_target_for_the_whole_step_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--models", "tiny-layers", "--parts", "steps", "--sides", "torch", "paceline", "floor"]
+    figures = tmp_path / "figures.json"
+    options += ["--world", "3", "--busy", "1", "--figures", str(figures)]
+    rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options)
+    targets = {key: row["target"] for key, row in rows.items() if row["target"] is not None}
+    assert targets == {(TINY_LAYERS["step"], "paceline / torch"): 0.9}
+    assert {(row["case"]["world"], row["case"]["busy"]) for row in rows.values()} == {(3, 1)}
+    assert (TINY_LAYERS["added"], "paceline / floor") in rows
+    entry = load(figures)["ddp_world_3_busy_1"]
+    assert {result["case"]["quantity"] for result in entry["results"]} == set(TINY_LAYERS)
+    [added] = cases(entry, quantity="added")
+    assert set(added["spreads"]) == {"torch", "paceline", "floor", "waiting for the slower rank"}
+    [cpu] = cases(entry, quantity="cpu")
+    assert set(cpu["spreads"]) == {"the module alone", "torch", "paceline", "floor"}
+
+
+def test_cores_are_busy_while_steps_are_timed_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def time_steps(*_: object, **__: object) -> NoReturn:
+        seen.append(children())
+        raise KeyboardInterrupt
+
+    before = children()
+    monkeypatch.setattr(ddp, "time_steps", time_steps)
+    with pytest.raises(KeyboardInterrupt):
+        quick_rows(ddp, monkeypatch, tmp_path / "rows.json", "--models", "conv", "--busy", "2")
+    assert [len(set(during) - set(before)) for during in seen] == [2]
+    assert children() == before
+
+
+def children() -> list[int]:
+    """The processes that this one has started and not yet waited for."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+
+
+def test_the_cost_per_parameter_is_that_of_each_number_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--parts", "parameters", "--models", "parameters-500", "--sides", "torch", "paceline"]
+    figures = tmp_path / "figures.json"
+    rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options, "--figures", str(figures))
+    targets = {what: row["target"] for (what, _), row in rows.items()}
+    assert targets == {
+        "what torch adds per parameter": None,
+        "CPU time that torch adds per parameter and rank": None,
+        "what paceline adds per parameter": 1.5,
+        "CPU time that paceline adds per parameter and rank": 1.5,
+        "wrapping 500 tiny parameters": None,
+    }
+    assert list(load(figures)) == ["ddp_parameters"]
+
+
+def test_torch_is_not_timed_with_more_than_5000_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_steps(model: Model, sides: list[Side], repeats: Repeats, **_: object) -> StepResult:
+        steps = {"the module alone": 1.0} | {str(side): 1.2 for side in sides}
+        return StepResult(model.what, constant(steps), repeats, 1, 1, [], None)
+
+    monkeypatch.setattr(ddp, "time_steps", time_steps)
+    monkeypatch.setattr(
+        ddp, "build_times", lambda _, sides, **__: {side: timing([2.9] * 3) for side in sides}
+    )
+    options = ["--parts", "parameters", "--sides", "torch", "paceline"]
+    rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options)
+    counts = ["500", "5,000", "20,000", "100,000"]
+    for side, of in (("torch", counts[:2]), ("paceline", counts)):
+        what = f"what {side} adds per parameter"
+        assert [figure for found, figure in rows if found == what] == [f"us, of {count}" for count in of]
+    row = rows["what paceline adds per parameter", "us, of 100,000"]
+    assert (row["value"], row["met"]) == (pytest.approx(2.0), False)
+    cpu = rows["CPU time that paceline adds per parameter and rank", "us, of 100,000"]
+    assert (cpu["value"], cpu["met"]) == (pytest.approx(1.0), True)
+    build = {figure: row for (what, figure), row in rows.items() if what.startswith("wrapping")}
+    assert [(figure, row["target"], row["met"]) for figure, row in build.items()] == [
+        ("paceline, s", 3.0, True)
+    ]
+
+
+def constant(steps: Mapping[str, float]) -> StepTimes:
+    """Rounds in which each side takes as long, and as much CPU time."""
+    rounds = {side: [step] * 3 for side, step in steps.items()}
+    return StepTimes(rounds, rounds, [0.0] * 3)
 
 
 @pytest.mark.parametrize(
-    ("torch_step", "met"), [(2.0, True), (1.5, False), (0.9, False)], ids=["an eighth", "a quarter", "noise"]
+    ("torch_step", "met"), [(2.0, True), (1.5, False), (0.9, False)], ids=["a fifth", "two fifths", "noise"]
 )
 def test_what_synchronisation_adds_is_judged_by_what_torch_adds(torch_step: float, met: bool) -> None:
-    steps = {"the module alone": 1.0, "torch": torch_step, "paceline": 1.125}
-    times = ddp.StepTimes({side: [step] * 3 for side, step in steps.items()})
-    [row] = ddp.added_rows("tiny-layers", times, [ddp.STEP_SIDES["torch"], ddp.STEP_SIDES["paceline"]])
+    times = constant({"the module alone": 1.0, "torch": torch_step, "paceline": 1.2})
+    sides = [STEP_SIDES["torch"], STEP_SIDES["paceline"]]
+    rows = step_targets.step_rows("tiny-layers", times, sides, step_targets.Conditions())
+    [row] = [row for row in rows if row.what == TINY_LAYERS["added"]]
     assert row.met is met
+
+
+@pytest.mark.parametrize(("floor_step", "met"), [(1.2, True), (1.1, False)])
+def test_what_paceline_adds_is_judged_by_what_the_floor_adds(floor_step: float, met: bool) -> None:
+    times = constant({"the module alone": 1.0, "paceline": 1.25, "paceline-c10d": 1.25, "floor": floor_step})
+    sides = [STEP_SIDES[name] for name in ("paceline", "paceline-c10d", "floor")]
+    rows = step_targets.step_rows("mlp", times, sides, step_targets.Conditions())
+    judged = [(row.figure, row.met) for row in rows if row.case["quantity"] == "added"]
+    assert judged == [("paceline / floor", met), ("paceline-c10d / floor", None)]
 
 
 def test_the_recorder_is_timed_beside_one_that_does_nothing_and_alone(
@@ -176,9 +289,9 @@ def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
 
 def held_more(_: int) -> tuple[int, int]:
     """What a rank holds more by memory of its own, and then by memory that all ranks have mapped."""
-    before = ddp.held_bytes()
+    before = peak_memory.held_bytes()
     own = torch.ones(SHARED_BYTES, dtype=torch.uint8)
-    with_own = ddp.held_bytes()
+    with_own = peak_memory.held_bytes()
     file = os.memfd_create("shared")
     os.truncate(file, SHARED_BYTES)
     path = [f"/proc/{os.getpid()}/fd/{file}"]
@@ -186,29 +299,34 @@ def held_more(_: int) -> tuple[int, int]:
     with Path(path[0]).open("r+b") as opened, mmap.mmap(opened.fileno(), SHARED_BYTES) as shared:
         shared.write(own.numpy().data)
         dist.barrier()
-        with_shared = ddp.held_bytes()
+        with_shared = peak_memory.held_bytes()
         dist.barrier()
     os.close(file)
     return with_own - before, with_shared - with_own
 
 
 def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
-    gradients = ddp.WORLD * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
-    assert max(ddp.held_memory(MODELS["tiny-layers"], ddp.STEP_SIDES["torch"])) > 2 * gradients
+    gradients = 2 * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
+    assert max(peak_memory.held_memory(MODELS["tiny-layers"], STEP_SIDES["torch"], world=2)) > 2 * gradients
 
 
 def test_lazy_buckets_hold_no_gradients_at_the_end_of_forward() -> None:
     model = MODELS["tiny-layers"]
-    gradients = ddp.WORLD * sum(p.numel() * 4 for p in model.build().parameters())
-    points = ddp.held_memory(model, Side("paceline", lazy=True), lazy_buckets.held_without_free_memory)
+    gradients = 2 * sum(p.numel() * 4 for p in model.build().parameters())
+    points = peak_memory.held_memory(
+        model, Side("paceline", lazy=True), lazy_buckets.held_without_free_memory, world=2
+    )
     after_forward = lazy_buckets.forward_points(model, points)
-    assert len(after_forward) == ddp.MEMORY_STEPS
+    assert len(after_forward) == peak_memory.MEMORY_STEPS
     assert max(points) - max(after_forward) > 0.8 * gradients
 
 
 def test_lazy_buckets_are_compared_with_kept_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def held(model: Any, side: Side, _: object) -> list[int]:
-        points = ddp.MEMORY_STEPS * (3 + len(range(0, count, -(-count // ddp.MEMORY_GRADIENTS))))
+    def held(model: Any, side: Side, _: object, *, world: int) -> list[int]:
+        assert world == 2
+        points = peak_memory.MEMORY_STEPS * (
+            3 + len(range(0, count, -(-count // peak_memory.MEMORY_GRADIENTS)))
+        )
         count_of_side = 2 if side.lazy else 8
         assert model is lazy_buckets.LAZY_MODELS["mlp"]
         return [count_of_side] * points
@@ -220,11 +338,10 @@ def test_lazy_buckets_are_compared_with_kept_ones(monkeypatch: pytest.MonkeyPatc
         assert rows[f"46M MLP, {part}", "paceline-lazy / paceline"]["value"] == 0.25
 
 
-def test_memory_is_judged_by_that_of_torch_with_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ddp, "held_memory", lambda _, side: [1, {"torch": 4, "torch-views": 2}.get(str(side), 3), 0]
-    )
-    rows = ddp.memory_rows("mlp", [ddp.STEP_SIDES[name] for name in ("torch", "torch-views", "paceline")], 3)
+def test_memory_is_judged_by_that_of_torch_with_views() -> None:
+    held = {"torch": 4.0, "torch-views": 2.0, "paceline": 3.0}
+    peaks = {STEP_SIDES[name]: Size(value, value, value) for name, value in held.items()}
+    rows = step_targets.memory_rows("mlp", peaks, step_targets.Conditions())
     assert [(row.figure, row.value, row.met) for row in rows] == [
         ("paceline / torch", 0.75, None),
         ("paceline / torch-views", 1.5, False),

@@ -27,12 +27,21 @@ def collectives_rows() -> list[Row]:
 def ddp_rows() -> list[Row]:
     case: dict[str, str | int] = {"model": "conv", "label": "conv net"}
     step = {"the module alone": Timing(0.0386, 0.037, 0.0424), **timings(torch=0.06, paceline=0.045)}
-    added = timings(torch=0.0248, paceline=0.0069)
+    added = timings(torch=0.0248, paceline=0.0069, floor=0.006) | {
+        "paceline-c10d": Timing(0.02, 0.01, 0.03),
+        "waiting for the slower rank": Timing(0.001, 0.001, 0.002),
+    }
+    cpu = {"the module alone": Timing(0.07, 0.06, 0.08)}
     pair = "paceline / torch"
     held = {side: Size(nbytes, nbytes, nbytes) for side, nbytes in (("torch", 2e8), ("paceline", 1e8))}
+    of_added, of_cpu = case | {"quantity": "added"}, case | {"quantity": "cpu added"}
     return [
         Row("step", step, pair, 0.75, 1.0, spread=(0.7, 0.8), case=case | {"quantity": "step"}),
-        Row("adds", added, pair, 0.28, 1 / 5, spread=(0.2, 0.5), case=case | {"quantity": "added"}),
+        Row("adds", added, pair, 0.28, 1 / 5, spread=(0.2, 0.5), case=of_added),
+        Row("adds", added, "paceline-c10d / torch", 0.81, None, case=of_added),
+        Row("adds", added, "paceline / floor", 1.15, 1.3, case=of_added),
+        Row("cpu", cpu, pair, 0.75, None, case=case | {"quantity": "cpu"}),
+        Row("cpu adds", timings(torch=0.03, paceline=0.01, floor=0.008), pair, 0.33, 0.4, case=of_cpu),
         Row("memory", held, "paceline / torch-views", 1.0, 1.0, case=case | {"quantity": "memory"}),
     ]
 
@@ -43,6 +52,7 @@ def saved(tmp_path: Path) -> dict[str, Any]:
     path = tmp_path / "figures.json"
     save_figures(path, "collectives", [])
     save_figures(path, "ddp", ddp_rows())
+    save_figures(path, "ddp_busy_2", ddp_rows())
     save_figures(path, "collectives", collectives_rows())
     return figures.load(path)
 
@@ -72,6 +82,25 @@ def test_a_table_is_replaced_and_the_rest_of_the_page_stays(saved: dict[str, Any
             "| 0.28 (0.20 to 0.50) | at most 1/5: **missed** |",
         ),
         (
+            "ddp-floor",
+            "| conv net | 1.00 ms (1.00 to 2.00) | 6.00 ms (5.40 to 6.60) | 6.90 ms (6.21 to 7.59) | 1.15 "
+            "| at most 1.3 |",
+        ),
+        (
+            "ddp-cpu",
+            "| conv net | 70.0 ms (60.0 to 80.0) | 30.0 ms (27.0 to 33.0) | 10.0 ms (9.0 to 11.0) "
+            "| 8.00 ms (7.20 to 8.80) | 0.33 | at most 0.4 |  |",
+        ),
+        (
+            "ddp-c10d",
+            "| conv net | 24.8 ms (22.3 to 27.3) | 20.0 ms (10.0 to 30.0) | 0.81 |",
+        ),
+        (
+            "ddp-busy-2",
+            "| conv net | 38.6 ms (37.0 to 42.4) | 60.0 ms (54.0 to 66.0) | 45.0 ms (40.5 to 49.5) "
+            "| 0.75 (0.70 to 0.80) | at most 1 |",
+        ),
+        (
             "memory",
             "| conv net | 200 MB (200 to 200) |  | 100 MB (100 to 100) | 1.00 | at most 1 |",
         ),
@@ -85,7 +114,7 @@ def test_a_row_has_medians_quartiles_and_whether_the_target_was_met(
 
 
 def test_a_benchmark_replaces_its_own_entry_only(saved: dict[str, Any]) -> None:
-    assert list(saved) == ["collectives", "ddp"]
+    assert list(saved) == ["collectives", "ddp", "ddp_busy_2"]
     assert [result["what"] for result in saved["collectives"]["results"]] == ["copy_", "4 KB"]
     assert {"command", "machine", "python", "torch"} <= set(saved["ddp"])
 
@@ -157,6 +186,12 @@ def test_a_page_is_stale_until_it_is_written(saved: dict[str, Any]) -> None:
     written = {name: figures.rendered(text, saved) for name, text in texts.items()}
     assert figures.stale(written, saved) == []
     assert written["b"] == texts["b"]
+
+
+def test_a_table_of_a_side_that_was_not_measured_stays() -> None:
+    entry = saved_entry([row for row in ddp_rows() if row.what == "step"])
+    for name in ("ddp-c10d", "ddp-cpu", "ddp-floor"):
+        assert figures.rendered(page(name), {"ddp": entry}) == page(name)
 
 
 def test_an_unknown_table_is_an_error() -> None:

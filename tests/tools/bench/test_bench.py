@@ -287,7 +287,9 @@ def test_what_is_added_is_shown_if_it_is_more_than_noise(
     torch_step: list[float], ours: list[float], words: str
 ) -> None:
     of = dict(zip(SIDES, ([1.0] * 3, torch_step, ours, ours), strict=True))
-    group = results.step_results(StepResult("net", StepTimes(of), Repeats(3, 1), 2, 20, [], None))
+    group = results.step_results(
+        StepResult("net", StepTimes(of, of, [0.0] * 3), Repeats(3, 1), 2, 20, [], None)
+    )
     assert words in group.notes[0]
     assert group.rows[-1].times_as_fast == pytest.approx(timing(torch_step).median / timing(ours).median)
 

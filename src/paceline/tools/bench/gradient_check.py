@@ -1,5 +1,6 @@
 """Whether all sides do the same work: compares their gradients."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,10 +51,7 @@ def compare_gradients(rank: int, alone: Training, sides: Mapping[str, Training])
         return f"the sides cannot be compared: {why} {found}"
     for training in sides.values():
         training.backward(rank)
-    expected = {
-        name: _average(grad, parameter)
-        for (name, parameter), grad in zip(_trained(alone.module), own.values(), strict=True)
-    }
+    expected = _averages(own, alone.module)
     worst = [_worst(_deviations(side, expected, training.module)) for side, training in sides.items()]
     wrong = [f"{found.side} {found}" for found in worst if found is not None]
     return f"gradients are not the average over ranks under: {'; '.join(wrong)}" if wrong else None
@@ -68,11 +66,25 @@ def _gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name.removeprefix("module."): parameter.grad for name, parameter in _trained(module)}
 
 
-def _average(grad: Tensor | None, parameter: Tensor) -> Tensor:
-    """The mean over ranks; a missing gradient counts as zeros."""
-    total = torch.zeros_like(parameter) if grad is None else _dense(grad).clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+def _averages(own: Gradients, module: nn.Module) -> dict[str, Tensor]:
+    """The means over ranks, by one collective per data type; a missing gradient counts as zeros."""
+    averages: dict[str, Tensor] = {}
+    trained = sorted(_trained(module), key=lambda each: str(each[1].dtype))
+    for _, group in itertools.groupby(trained, key=lambda each: each[1].dtype):
+        names, parameters = zip(*group, strict=True)
+        grads = [own[name] for name in names]
+        dense = [
+            torch.zeros_like(parameter) if grad is None else _dense(grad)
+            for grad, parameter in zip(grads, parameters, strict=True)
+        ]
+        total = torch.cat([each.reshape(-1) for each in dense])
+        dist.all_reduce(total)
+        parts = (total / dist.get_world_size()).split([each.numel() for each in dense])
+        averages |= {
+            name: part.view_as(parameter)
+            for name, part, parameter in zip(names, parts, parameters, strict=True)
+        }
+    return averages
 
 
 def _deviations(side: str, expected: Gradients, module: nn.Module) -> Iterator[Deviation]:

@@ -3,13 +3,19 @@
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
+
+# What a busy process runs: it ends when the process that started it, which is named, is no longer its parent.
+_BURN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(10_000))"
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,24 @@ def interleave(
     return {name: timing(values) for name, values in samples(sides, rounds=rounds, calls=calls).items()}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a side: the seconds of each call, and the CPU seconds of the process in all of them."""
+
+    seconds: Sequence[float]
+    cpu: float
+
+    @property
+    def mean_seconds(self) -> float:
+        """Seconds per call."""
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def mean_cpu(self) -> float:
+        """CPU seconds per call, of all threads."""
+        return self.cpu / len(self.seconds)
+
+
 def samples(
     sides: Mapping[str, Callable[[], object]],
     *,
@@ -94,7 +118,21 @@ def samples(
     before: Callable[[], object] = lambda: None,
     untimed: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each side, one value per round.
+    """Seconds per call of each side, one value per round; the arguments are those of ``take_turns``."""
+    turns = take_turns(sides, rounds=rounds, calls=calls, warmups=warmups, before=before, untimed=untimed)
+    return {name: [turn.mean_seconds for turn in of_side] for name, of_side in turns.items()}
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmups: int = 1,
+    before: Callable[[], object] = lambda: None,
+    untimed: int = 0,
+) -> dict[str, list[Turn]]:
+    """The turns of each side, one per round.
 
     A round is one turn of each side, a turn is ``calls`` calls in a row. The order of the turns depends only
     on the number of sides, so that ranks stay in step.
@@ -108,15 +146,15 @@ def samples(
         untimed: calls at the start of each turn that are not timed: ranks leave ``before`` one after another,
             and short calls bring them together.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
     for number in range(-warmups, rounds):
         for name in _order(list(sides), number):
             before()
-            _time(sides[name], untimed)
-            elapsed = _time(sides[name], calls) / calls
+            _take_turn(sides[name], untimed)
+            turn = _take_turn(sides[name], calls)
             if number >= 0:
-                seconds[name].append(elapsed)
-    return seconds
+                turns[name].append(turn)
+    return turns
 
 
 def _order(names: list[str], number: int) -> list[str]:
@@ -126,11 +164,32 @@ def _order(names: list[str], number: int) -> list[str]:
     return turned[::-1] if number % 2 else turned
 
 
-def _time(call: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
+def _take_turn(call: Callable[[], object], calls: int) -> Turn:
+    seconds = []
+    cpu, start = time.process_time(), time.perf_counter()
     for _ in range(calls):
         call()
-    return time.perf_counter() - start
+        end = time.perf_counter()
+        seconds.append(end - start)
+        start = end
+    return Turn(seconds, time.process_time() - cpu)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[list[int]]:
+    """Keep cores busy with this many processes; gives their ids.
+
+    They end with the block, however it is left, and by themselves if this process is killed.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _BURN, str(os.getpid())]
+    with ExitStack() as stack:
+        started = []
+        for _ in range(count):
+            # In a session of their own: an interrupt from the terminal is for this process, which ends them.
+            process = stack.enter_context(subprocess.Popen(command, start_new_session=True))  # noqa: S603
+            stack.callback(process.kill)  # called before the process is waited for
+            started.append(process.pid)
+        yield started
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -168,7 +168,7 @@ def conv() -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
-TINY_PARAMETERS = {f"parameters-{count}": count for count in (500, 5_000, 20_000)}
+TINY_PARAMETERS = {f"parameters-{count}": count for count in (500, 5_000, 20_000, 100_000)}
 
 MODELS = {
     "tiny-layers": Model("200 tiny layers", tiny_layers, (16, 64), 4),

@@ -22,7 +22,7 @@ from paceline.tools.bench.measure import (
     versions,
     with_quartiles,
 )
-from paceline.tools.bench.step_times import ALONE, Side, StepResult
+from paceline.tools.bench.step_times import ALONE, STEP_SIDES, Side, StepResult
 
 TORCH, PACELINE = Side("torch"), Side("paceline")
 LEGEND = (
@@ -62,7 +62,7 @@ def step_results(result: StepResult) -> ResultGroup:
     rows = [ResultRow(str(ALONE), timing(of[str(ALONE)]))]
     for side in (name for name in of if name != str(ALONE)):
         value, spread = ratio(of[str(TORCH)], of[side])
-        adds = timing([ours - alone for ours, alone in zip(of[side], of[str(ALONE)], strict=True)])
+        adds = timing(result.times.added(STEP_SIDES[side]))
         rows.append(ResultRow(side, timing(of[side]), adds, value, None if side == str(TORCH) else spread))
     return ResultGroup(
         kind="step",

@@ -1,8 +1,11 @@
 """Times training steps under several wrappers, which take turns on the same ranks.
 
 Each rank holds a copy of the model for every side. The sides take turns in the same order on all ranks. Ranks
-wait for each other before each turn, and a turn is over when the slowest rank is done. What synchronisation
-adds is the step of a side minus the step of the module alone, in each round.
+wait for each other before each turn, and a turn is over when the slowest rank is done.
+
+What synchronisation adds is the step of a side minus the step of the module alone on the slower rank, in each
+round. The slower rank is looked for in each step by itself: ranks that synchronise wait for each other in
+each step, and cannot be faster than that. CPU time is that of all threads of all ranks together.
 """
 
 import gc
@@ -13,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,9 +25,11 @@ from torch import nn
 
 from paceline.errors import BenchError
 from paceline.testing import run_ranks
+from paceline.tools.bench.floor import Floor
 from paceline.tools.bench.gradient_check import compare_gradients
-from paceline.tools.bench.measure import samples, slowest
+from paceline.tools.bench.measure import Turn, samples, take_turns
 from paceline.tools.bench.models import BenchModel, Step, Training
+from paceline.torch_private import broadcast_coalesced
 
 # torch rebuilds its buckets after the first step.
 WARMUPS = 3
@@ -31,6 +37,8 @@ WARMUPS = 3
 UNUSED_STEPS = 3
 # A copy of the model needs at least this many times its parameters: parameters, gradients and buckets.
 MEMORY_FACTOR = 3
+# How many bytes of values are broadcast by one message.
+BROADCAST_BYTES = 2**25
 # A turn lasts this long or has this many steps: right after another side's turn, caches are cold.
 TURN_SECONDS, TURN_STEPS = 0.02, 8
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 40
@@ -68,6 +76,9 @@ class Side:
             first = next(module.parameters())  # its gradient comes last
             first.register_post_accumulate_grad_hook(lambda _: dist.barrier(group))
             return module
+        if self == FLOOR:
+            Floor(module)
+            return module
         options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
         if self.lazy:  # which not every version of torch knows
             options["lazy_bucket_allocation"] = True
@@ -84,11 +95,11 @@ class Side:
 
 
 ALONE = Side("the module alone")
-BARRIER_ONLY = Side("barrier-only")
+BARRIER_ONLY, FLOOR = Side("barrier-only"), Side("floor")
 _PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
 STEP_SIDES = {
     str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
-} | {str(BARRIER_ONLY): BARRIER_ONLY}
+} | {str(side): side for side in (BARRIER_ONLY, FLOOR)}
 
 
 @dataclass(frozen=True)
@@ -114,19 +125,49 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds per step of each side, one value per round."""
+    """What a step of each side costs, one value per round.
+
+    Attributes:
+        of: seconds per step; of the module alone, those of the slower rank in each step.
+        cpu: CPU seconds per step, of all ranks together.
+        waiting: seconds per step that a rank would wait on average for the slower rank if the module alone
+            waited after each step, and nothing else were added.
+    """
 
     of: Mapping[str, Sequence[float]]
+    cpu: Mapping[str, Sequence[float]]
+    waiting: Sequence[float]
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Sequence[Turn]]]) -> Self:
+        """Merge the turns of all ranks, which started each turn together."""
+        # By side: for each round, every rank's turn.
+        turns = {side: list(zip(*(rank[side] for rank in ranks), strict=True)) for side in ranks[0]}
+        of = {side: [max(turn.mean_seconds for turn in round_) for round_ in turns[side]] for side in turns}
+        alone = turns[str(ALONE)]
+        of[str(ALONE)] = [
+            fmean(map(max, zip(*(turn.seconds for turn in round_), strict=True))) for round_ in alone
+        ]
+        own = [fmean(turn.mean_seconds for turn in round_) for round_ in alone]
+        cpu = {side: [sum(turn.mean_cpu for turn in round_) for round_ in turns[side]] for side in turns}
+        return cls(of, cpu, [slower - each for slower, each in zip(of[str(ALONE)], own, strict=True)])
 
     def added(self, side: Side, *, parts: int = 1) -> list[float]:
         """What the wrapper adds to the step of the module alone, divided by ``parts``."""
-        pairs = zip(self.of[str(side)], self.of[str(ALONE)], strict=True)
-        return [(ours - alone) / parts for ours, alone in pairs]
+        return _difference(self.of, side, parts)
+
+    def cpu_added(self, side: Side, *, parts: int = 1) -> list[float]:
+        """The same for CPU time."""
+        return _difference(self.cpu, side, parts)
+
+
+def _difference(of: Mapping[str, Sequence[float]], side: Side, parts: int) -> list[float]:
+    return [(ours - alone) / parts for ours, alone in zip(of[str(side)], of[str(ALONE)], strict=True)]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A model's steps, as one rank or all ranks measured them.
+    """A model's steps, as all ranks measured them.
 
     ``tensors`` and ``elements`` count trained parameters; ``unused`` names those that got no gradient in some
     step on some rank; ``warning`` says why the sides did not do the same work.
@@ -152,14 +193,13 @@ def time_steps(
 ) -> StepResult:
     """Time the module alone and the sides on fresh ranks, each with that many threads."""
     args = (model, [ALONE, *sides], repeats, threads)
-    ranks = run_ranks(steps_on_rank, world, args=args, timeout=timeout)
-    return replace(ranks[0], times=StepTimes(slowest([rank.times.of for rank in ranks])))
+    return run_ranks(steps_on_rank, world, args=args, timeout=timeout)[0]
 
 
 def steps_on_rank(
     rank: int, model: BenchModel, sides: Sequence[Side], repeats: Repeats | TimeBudget, threads: int
 ) -> StepResult:
-    """Time the sides, of which the first is the module alone."""
+    """Time the sides, of which the first is the module alone; the result is the same on all ranks."""
     os.dup2(2, 1)  # stdout is for the tables: what a user's model prints goes to stderr
     torch.set_num_threads(threads)
     alone = model.make(rank)
@@ -173,7 +213,7 @@ def steps_on_rank(
     steps = {side: naming_side(side)(training.step()) for side, training in trainings.items()}
     warm_up(steps)
     chosen = repeats if isinstance(repeats, Repeats) else choose_repeats(repeats, steps)
-    seconds = samples(steps, rounds=chosen.rounds, calls=chosen.calls, before=dist.barrier)
+    turns = take_turns(steps, rounds=chosen.rounds, calls=chosen.calls, before=dist.barrier)
     compared = {str(side): trainings[str(side)] for side in sides if side.is_synchronised}
     warning = compare_gradients(rank, alone, compared)
     # torch's wrapper can hang if it outlives the group.
@@ -181,13 +221,20 @@ def steps_on_rank(
     gc.collect()
     trained = [parameter for parameter in alone.module.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
-    return StepResult(model.what, StepTimes(seconds), chosen, len(trained), elements, unused, warning)
+    return StepResult(model.what, merged(turns), chosen, len(trained), elements, unused, warning)
+
+
+def merged(turns: Mapping[str, Sequence[Turn]]) -> StepTimes:
+    """What all ranks have measured."""
+    ranks: list[Mapping[str, Sequence[Turn]]] = [turns for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, turns)
+    return StepTimes.of_ranks(ranks)
 
 
 def broadcast_values(module: nn.Module) -> None:
     """Give all ranks the first rank's values, as wrappers do."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), 0)
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    broadcast_coalesced(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
 def wrapped(side: Side, training: Training, *, has_unused: bool) -> Training:
