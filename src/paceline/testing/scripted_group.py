@@ -120,6 +120,7 @@ class ScriptedGroup:
         self.process_group: Any = None
         self.may_change = may_change
         self.shared: Any = None
+        self.host: Any = None
         self.may_tell_on_host = True
         self.calls: list[ScriptedCall] = []
         self.waits: list[int] = []
@@ -203,6 +204,10 @@ class ScriptedGroup:
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is to be reduced."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def open_host_group(self, device: torch.device, *, share_memory: bool) -> None:  # noqa: ARG002
+        """Tensors in host memory are added up as any others."""
+        self.local_calls.append("open_host_group")
 
     def share_memory(self, *, nbytes: int) -> None:  # noqa: ARG002
         """Is noted in ``local_calls``; ``shared`` stays None."""
