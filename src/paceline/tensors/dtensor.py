@@ -8,13 +8,14 @@ is redistributed to its parameter's placements when it arrives, which is in the 
 hold the parameter. From then on its local tensor is averaged like any other tensor. torch's own way to
 combine the two kinds of parallelism does the same in the backward of ``from_local``.
 
-torch keeps DTensor beside its collectives. It is imported on first use: that takes most of a second, which
-every process that has opened a process group has spent already.
+torch keeps DTensor beside its collectives, and importing it takes most of a second. Here it is never imported
+first: while nobody has, no tensor is one.
 """
 
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -46,7 +47,9 @@ def _dtensor() -> Any:
 
 def is_dtensor(tensor: Any) -> "TypeGuard[DTensor]":
     """Whether the tensor is a DTensor."""
-    return isinstance(tensor, _dtensor())
+    module = sys.modules.get("torch.distributed.tensor")
+    # A module that is being imported has no such class yet.
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def local_of(tensor: Tensor) -> Tensor:
