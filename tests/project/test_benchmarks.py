@@ -1,5 +1,6 @@
 """The benchmarks of communication run, check what they time, and compare it with the targets."""
 
+import argparse
 import json
 import mmap
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from xml.etree import ElementTree
 
+import accelerator
 import collectives
 import ddp
 import hosts
@@ -20,8 +22,9 @@ import step_targets
 import torch
 import torch.distributed as dist
 from figures import cases, load
+from torch import nn
 
-from paceline.testing import RankPool
+from paceline.testing import RankPool, run_ranks, toy
 from paceline.testing.hosts import why_not
 from paceline.tools.bench.collective_times import CollectiveCase, PreparedCall, check_results
 from paceline.tools.bench.measure import Size, timing
@@ -346,3 +349,27 @@ def test_memory_is_judged_by_that_of_torch_with_views() -> None:
         ("paceline / torch", 0.75, None),
         ("paceline / torch-views", 1.5, False),
     ]
+
+
+def measure_on_toy(rank: int, path: Path) -> None:
+    toy.register()
+    MODELS["small"] = Model("two layers", lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (2, 4), 1)
+    options = argparse.Namespace(models=["small"], rounds=2, report=path)
+    accelerator.run(options, rank, torch.device("toy:0"), toy.new_group())
+
+
+def test_steps_on_an_accelerator_make_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    run_ranks(measure_on_toy, 2, args=(path,), timeout=100.0)
+    report = json.loads(path.read_text())
+    assert (report["ranks"], report["device"]) == (2, "toy")
+    measured = report["models"]["small"]
+    assert measured["difference"] < 1e-5
+    for times in measured["seconds"].values():
+        assert all(issued < done for issued, done in zip(times["issued"], times["done"], strict=True))
+
+
+def test_without_an_accelerator_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds none; on CPUs use"):
+        accelerator.main([])
