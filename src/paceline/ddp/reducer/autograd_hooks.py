@@ -1,5 +1,10 @@
 """What autograd tells: a gradient is ready, a backward begins, a backward has ended or was lost.
 
+Note [Hooks without Python code]. Autograd calls the hook of each parameter in each step. For most parameters
+the hook is a list whose call is ``list.append``, so that the call ends in C. Only where there is something to
+do, Python code runs. Every parameter has a hook all the same: a backward that did not begin at the wrapper's
+outputs is seen only by the gradients that it brings.
+
 Note [The end of backward]. The end is an event, not a count. It is queued on the backward that runs when it
 is asked for. Inside a re-entrant checkpoint that is only an inner backward, which ends too early. Therefore
 outputs have a hook that runs first of all, in the outermost backward, and asks for the end. If there is no
@@ -23,7 +28,7 @@ from paceline.tracing import traced_as, untraced_with_calls
 class _Arrived(list[Trained]):
     """Parameters whose gradients have arrived, in order. Autograd calls it with each of them.
 
-    The first call of a backward runs ``on_first``. From then on it is a _Noting, until it is cleared.
+    The first call of a backward runs ``on_grads``. From then on it is a _Noting, until it is cleared.
     """
 
     def __init__(
@@ -51,8 +56,8 @@ class _Noting(_Arrived):
 class GradHooks:
     """Hooks on parameters that run when a gradient was added to ``.grad``.
 
-    Most only note the parameter, without any Python code. ``on_grads`` is called for the first gradient of a
-    backward that has not been expected, and for chosen parameters.
+    Most only note the parameter, see Note [Hooks without Python code]. ``on_grads`` is called for the first
+    gradient of a backward that has not been expected, and for chosen parameters.
 
     Args:
         parameters: every parameter, by slot.
