@@ -21,6 +21,7 @@ from paceline.comm.shm.collective import MAX_IN_FLIGHT
 from paceline.comm.shm.collectives import Barrier, BroadcastBytes, OneShotReduce
 from paceline.comm.shm.in_place import TwoShotAllReduce
 from paceline.comm.shm.local_ranks import find_local_ranks
+from paceline.comm.shm.stages import Until
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
 from paceline.testing import RankPool, run_ranks
 
@@ -242,7 +243,7 @@ def launched_by_all(rank: int) -> None:
         channel._failures._locks.has_ended = lambda _: True  # type: ignore[method-assign]
         channel._spins = 0
         channel.wait(launched)
-        channel._wait_for(launched.end, all_done=True)
+        channel._wait_for(launched.end, Until.ALL_DONE)
     assert not data.any()
 
 

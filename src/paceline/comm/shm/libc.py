@@ -8,11 +8,16 @@ flag stands for, on any kind of CPU. Python has no memory fences, and none is ne
 Note [Counted at once]. Python may raise KeyboardInterrupt after any call. A count that was taken from a
 semaphore but not yet kept would be lost, and the rank would wait for it forever. So one iterator that runs in
 C takes and counts: its next value is right, whether or not anybody saw the last one.
+
+Note [Hints]. Reading the word that holds a semaphore's value takes a tenth of the time of a call. Such a read
+orders nothing, and where the word is depends on the C library. So it is only a hint whether a call is worth
+while: if it is wrong, a rank polls in vain, or sleeps and finds out by calling.
 """
 
 import ctypes
 import errno
 import os
+import sys
 import time
 from collections.abc import Iterator
 from itertools import accumulate, repeat
@@ -22,6 +27,11 @@ from typing import Any
 # One cache line each, so that ranks that wait for different semaphores do not slow each other down; sem_t has
 # 32 bytes.
 SEMAPHORE_BYTES = 64
+
+# How often a hint is looked at in a round, which takes 2 us.
+_POLLS = 32
+# Who polls for longer than that was kept from the core, and sleeps rather than to compete for it.
+_POLL_SECONDS = 100e-6
 
 _READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
 _SHARED = 0x1  # MAP_SHARED
@@ -54,10 +64,12 @@ _mmap = _function(
 _munmap = _function(_libc, "munmap", _pointer, ctypes.c_size_t)
 _fallocate = _function(_libc, "fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
+# Lets other threads and processes run that wait for the core.
+_yield_core = _function(_libc, "sched_yield")
 # Increments a semaphore.
 post = _function(_libc_with_gil, "sem_post", _pointer)
 # Decrements a semaphore and returns 0; returns -1 if it is zero.
-_try_wait = _function(_libc_with_gil, "sem_trywait", _pointer)
+try_wait = _function(_libc_with_gil, "sem_trywait", _pointer)
 
 
 def unsupported_reason() -> str | None:
@@ -67,15 +79,38 @@ def unsupported_reason() -> str | None:
     return None
 
 
-def make_semaphore(address: int) -> None:
-    """Make a semaphore of value 0 there, for all processes that map the memory."""
-    if _init(address, 1, 0):
+def make_semaphore(address: int, value: int = 0) -> None:
+    """Make a semaphore there, for all processes that map the memory."""
+    if _init(address, 1, value):
         raise _error("sem_init")
+
+
+def value_hint(semaphore: int) -> memoryview:
+    """A view whose only element is not zero if the semaphore is not; see Note [Hints]."""
+    # In glibc the value is the lower half of 64 bits.
+    address = semaphore if sys.byteorder == "little" else semaphore + 4
+    return memoryview((ctypes.c_ubyte * 4).from_address(address)).cast("B").cast("I")
+
+
+def poll_hint(hint: memoryview, rounds: int) -> bool:
+    """Poll until a hint is not zero; False if it is not after some rounds, or after _POLL_SECONDS.
+
+    Between the rounds it gives the core away, for which others may have waited.
+    """
+    end = time.perf_counter() + _POLL_SECONDS
+    for _ in repeat(None, rounds):
+        for _ in repeat(None, _POLLS):
+            if hint[0]:
+                return True
+        _yield_core()
+        if time.perf_counter() > end:
+            break
+    return bool(hint[0])
 
 
 def poll_counts(semaphore: int) -> Iterator[int]:
     """Decrements a semaphore at each step, if it is not zero; yields how often it did so far."""
-    return accumulate(map(add, map(_try_wait, repeat(semaphore)), repeat(1)))
+    return accumulate(map(add, map(try_wait, repeat(semaphore)), repeat(1)))
 
 
 class SleepingCounter:
