@@ -139,7 +139,7 @@ class Channel:
 
     def _advance(self, *, helps: bool = False) -> bool:
         try:
-            return self._stages.help() if helps else self._stages.advance()
+            return self._stages.advance(helps=helps)
         except BaseException as error:
             # Half of something was done, and nobody knows which half.
             self._failures.fail(error)

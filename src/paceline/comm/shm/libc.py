@@ -17,9 +17,9 @@ while: if it is wrong, a rank polls in vain, or sleeps and finds out by calling.
 import ctypes
 import errno
 import os
-import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, repeat
 from operator import add
 from typing import Any
@@ -87,9 +87,22 @@ def make_semaphore(address: int, value: int = 0) -> None:
 
 def value_hint(semaphore: int) -> memoryview:
     """A view whose only element is not zero if the semaphore is not; see Note [Hints]."""
-    # In glibc the value is the lower half of 64 bits.
-    address = semaphore if sys.byteorder == "little" else semaphore + 4
-    return memoryview((ctypes.c_ubyte * 4).from_address(address)).cast("B").cast("I")
+    offset = _value_offset()
+    if offset is None:
+        return memoryview(bytes(4)).cast("I")
+    return memoryview((ctypes.c_ubyte * 4).from_address(semaphore + offset)).cast("B").cast("I")
+
+
+@cache
+def _value_offset() -> int | None:
+    """Where in a semaphore the word is that has its value; None if there is no such word."""
+    memory = (ctypes.c_uint64 * (SEMAPHORE_BYTES // 8))()
+    words = memoryview(memory).cast("B").cast("I")
+    make_semaphore(ctypes.addressof(memory))
+    before = words.tolist()
+    post(ctypes.addressof(memory))
+    changed = [number for number, word in enumerate(words.tolist()) if word != before[number]]
+    return 4 * changed[0] if len(changed) == 1 and not before[changed[0]] else None
 
 
 def poll_hint(hint: memoryview, rounds: int) -> bool:

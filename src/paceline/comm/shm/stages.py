@@ -186,8 +186,8 @@ class Stages:
         self.in_flight.append(launched)
         return launched
 
-    def advance(self) -> bool:
-        """Do what can be done without waiting for anyone."""
+    def advance(self, *, helps: bool = False) -> bool:
+        """Do what can be done without waiting for anyone; returns whether it helped another rank."""
         while (
             (self._unready and self._post_ready())
             or (self._exchanged < self._ready and self._exchange())
@@ -196,7 +196,7 @@ class Stages:
             or (self.done < self.over and self._finish())
         ):
             pass
-        return False
+        return helps and self._help()
 
     def count(self, until: Until) -> int:
         """How many chunks have come so far."""
@@ -224,11 +224,16 @@ class Stages:
         self._ready_signal.all_missing(self._exchanged + 1)
         self._done_signal.all_missing(self.done + 1)
 
-    def help(self) -> bool:
+    def release_staging(self) -> None:
+        """Release the memory of the staging buffers until they are needed, unless something is in flight."""
+        # In a file of limited size the memory might not be there the next time.
+        if self.done == self.launched and not self._segment.is_limited:
+            self._segment.release(self._staging.offset, self._staging.nbytes)
+            self._reserved = [0] * STAGING_BUFFERS
+
+    def _help(self) -> bool:
         """Reduce a slice that its own rank has not begun; False if there is none. See Note [Help]."""
         self._offered = max(self._offered, self.over)
-        if self._offered >= self._exchanged:
-            return False
         for launched in self._unfinished:
             while launched.first <= self._offered < min(launched.end, self._exchanged):
                 if launched.collective is not None and launched.collective.has_slices:
@@ -245,13 +250,6 @@ class Stages:
         launched.collective.reduce_slice(number - launched.first, launched, other)
         self._claims.post_finished(number, other)
         self._helped.setdefault(number, set()).add(other)
-
-    def release_staging(self) -> None:
-        """Release the memory of the staging buffers until they are needed, unless something is in flight."""
-        # In a file of limited size the memory might not be there the next time.
-        if self.done == self.launched and not self._segment.is_limited:
-            self._segment.release(self._staging.offset, self._staging.nbytes)
-            self._reserved = [0] * STAGING_BUFFERS
 
     def _post_ready(self) -> bool:
         """Signal that the next chunk is ready; False if its staging buffer is still in use."""
