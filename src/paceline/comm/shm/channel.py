@@ -8,6 +8,7 @@ launched, and lets a thread do that. It ends before the interpreter exits, see N
 
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -30,8 +31,10 @@ from paceline.errors import CollectiveError
 
 T = TypeVar("T")
 
-# How many rounds to poll for a signal before sleeping, which takes 50 us: about as long.
-_SPINS = 20
+# How many rounds to poll for a signal before sleeping, at most: about as long as it takes to wake up.
+_MAX_SPINS = 20
+# Polling pays as long as waits are shorter than that, also when ranks that share a core take turns.
+_SHORT_WAIT = 0.0005
 # How many seconds to sleep before checking the other ranks; the short time is for when other channels or
 # threads have something to do.
 _SLEEP, _SHORT_SLEEP = 0.1, 0.001
@@ -104,7 +107,7 @@ class Channel:
             staging=staging,
             in_flight=self.in_flight,
         )
-        self._spins = _SPINS
+        self._spins = _MAX_SPINS
         self._lock = threading.RLock()
         self._last_thread: int | None = None
         self._has_threads = False
@@ -250,7 +253,11 @@ class Channel:
                 return True
             # Another thread may receive the signal that this one sleeps for, or wait for the lock.
             short = self._has_threads or self._others_in_flight()
-            return awaited.sleep(_SHORT_SLEEP if short else _SLEEP)
+            start = time.perf_counter()
+            has_come = awaited.sleep(_SHORT_SLEEP if short else _SLEEP)
+            was_short = time.perf_counter() - start < _SHORT_WAIT
+            self._spins = min(_MAX_SPINS, 2 * self._spins) if was_short else -(-self._spins // 2)
+            return has_come
 
     def _note_thread(self) -> None:
         thread = threading.get_ident()
