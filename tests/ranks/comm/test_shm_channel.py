@@ -242,7 +242,7 @@ def launched_by_all(rank: int) -> None:
     distributed.barrier()
     if not rank:
         channel._failures._locks.has_ended = lambda _: True  # type: ignore[method-assign]
-        channel._spins = 0
+        channel._poller.poll = lambda _: False  # type: ignore[method-assign]
         channel.wait(launched)
         channel._wait_for(launched.end, Until.ALL_DONE)
     assert not data.any()

@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from paceline.comm.shm import libc, segment
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.claims import MAX_CHUNKS_AHEAD, SliceClaims, claims_bytes, make_claims
+from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import HEAD, HEAD_BYTES, REGIONS, RankLocks, Segment
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
 
@@ -272,11 +274,34 @@ def test_no_signal_is_lost_to_an_interrupt(signals: tuple[Signal, Signal]) -> No
 def test_a_hint_says_whether_there_is_a_signal(signals: tuple[Signal, Signal]) -> None:
     ours, theirs = signals
     hint = ours.hints[1]
-    assert not libc.poll_hint(hint, 2)
+    assert not Poller().poll(hint)
     theirs.post()
-    assert libc.poll_hint(hint, 2)
+    assert Poller().poll(hint)
     assert ours.first_missing(1) is None
     assert not hint[0]
+
+
+def test_a_rank_polls_less_if_waits_are_long_or_others_keep_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    poller, never, yields = Poller(), memoryview(bytes(4)).cast("I"), []
+    monkeypatch.setattr(libc, "yield_core", lambda: yields.append(1))
+
+    def count() -> int:
+        yields.clear()
+        assert not poller.poll(never)
+        return len(yields)
+
+    most = count()
+    poller.learn(1.0)
+    assert 0 < count() < most
+    for _ in range(10):
+        poller.learn(1.0)
+    assert count() == 0
+    for _ in range(10):
+        poller.learn(0.00001)
+    assert count() == most
+    monkeypatch.setattr(libc, "yield_core", lambda: yields.append(time.sleep(0.002)))
+    assert count() == most
+    assert count() == 0
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from typing import TypeVar
 import torch
 
 from paceline.comm.pending import OnSlow, Pending
-from paceline.comm.shm import libc
 from paceline.comm.shm.arena import Arena, Span
 from paceline.comm.shm.claims import SliceClaims, claims_bytes, make_claims
 from paceline.comm.shm.collective import MAX_IN_FLIGHT, Collective, Headers, Launched, headers_bytes
 from paceline.comm.shm.peer_failures import PeerFailures, WaitTimer
+from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import CHANNELS, RankLocks, Segment, round_up
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
 from paceline.comm.shm.stages import AwaitedSignal, HelpedSlice, Stages, Until
@@ -31,10 +31,6 @@ from paceline.errors import CollectiveError
 
 T = TypeVar("T")
 
-# How many rounds to poll for a signal before sleeping, at most: about as long as it takes to wake up.
-_MAX_SPINS = 20
-# Polling pays as long as waits are shorter than that, also when ranks that share a core take turns.
-_SHORT_WAIT = 0.0005
 # How many seconds to sleep before checking the other ranks; the short time is for when other channels or
 # threads have something to do.
 _SLEEP, _SHORT_SLEEP = 0.1, 0.001
@@ -107,7 +103,7 @@ class Channel:
             staging=staging,
             in_flight=self.in_flight,
         )
-        self._spins = _MAX_SPINS
+        self._poller = Poller()
         self._lock = threading.RLock()
         self._last_thread: int | None = None
         self._has_threads = False
@@ -140,11 +136,18 @@ class Channel:
             self._stages.poll()
             self._advance()
 
-    def _advance(self, *, helps: bool = False) -> bool:
+    def _advance(self) -> None:
         try:
-            return self._stages.advance(helps=helps)
+            self._stages.advance()
         except BaseException as error:
             # Half of something was done, and nobody knows which half.
+            self._failures.fail(error)
+            raise
+
+    def _help(self) -> bool:
+        try:
+            return self._stages.help()
+        except BaseException as error:
             self._failures.fail(error)
             raise
 
@@ -217,7 +220,7 @@ class Channel:
                 self._advance()
                 if chunks <= stages.count(until):
                     return
-                if self._advance(helps=True):
+                if self._help():
                     continue
                 awaited = stages.awaited(until)
             if isinstance(awaited, AwaitedSignal | HelpedSlice):
@@ -249,14 +252,13 @@ class Channel:
     def _wait_briefly(self, awaited: AwaitedSignal | HelpedSlice) -> bool:
         """Wait a short time; whether what is awaited seems to have come."""
         with self._sleep_lock:  # signals that another thread receives meanwhile count here too
-            if libc.poll_hint(awaited.hint, self._spins):
+            if self._poller.poll(awaited.hint):
                 return True
             # Another thread may receive the signal that this one sleeps for, or wait for the lock.
             short = self._has_threads or self._others_in_flight()
             start = time.perf_counter()
             has_come = awaited.sleep(_SHORT_SLEEP if short else _SLEEP)
-            was_short = time.perf_counter() - start < _SHORT_WAIT
-            self._spins = min(_MAX_SPINS, 2 * self._spins) if was_short else -(-self._spins // 2)
+            self._poller.learn(time.perf_counter() - start)
             return has_come
 
     def _note_thread(self) -> None:

@@ -28,11 +28,6 @@ from typing import Any
 # 32 bytes.
 SEMAPHORE_BYTES = 64
 
-# How often a hint is looked at in a round, which takes 2 us.
-_POLLS = 32
-# Who polls for longer than that was kept from the core, and sleeps rather than to compete for it.
-_POLL_SECONDS = 100e-6
-
 _READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
 _SHARED = 0x1  # MAP_SHARED
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
@@ -65,7 +60,7 @@ _munmap = _function(_libc, "munmap", _pointer, ctypes.c_size_t)
 _fallocate = _function(_libc, "fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 # Lets other threads and processes run that wait for the core.
-_yield_core = _function(_libc, "sched_yield")
+yield_core = _function(_libc, "sched_yield")
 # Increments a semaphore.
 post = _function(_libc_with_gil, "sem_post", _pointer)
 # Decrements a semaphore and returns 0; returns -1 if it is zero.
@@ -103,22 +98,6 @@ def _value_offset() -> int | None:
     post(ctypes.addressof(memory))
     changed = [number for number, word in enumerate(words.tolist()) if word != before[number]]
     return 4 * changed[0] if len(changed) == 1 and not before[changed[0]] else None
-
-
-def poll_hint(hint: memoryview, rounds: int) -> bool:
-    """Poll until a hint is not zero; False if it is not after some rounds, or after _POLL_SECONDS.
-
-    Between the rounds it gives the core away, for which others may have waited.
-    """
-    end = time.perf_counter() + _POLL_SECONDS
-    for _ in repeat(None, rounds):
-        for _ in repeat(None, _POLLS):
-            if hint[0]:
-                return True
-        _yield_core()
-        if time.perf_counter() > end:
-            break
-    return bool(hint[0])
 
 
 def poll_counts(semaphore: int) -> Iterator[int]:

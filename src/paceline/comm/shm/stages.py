@@ -186,8 +186,8 @@ class Stages:
         self.in_flight.append(launched)
         return launched
 
-    def advance(self, *, helps: bool = False) -> bool:
-        """Do what can be done without waiting for anyone; returns whether it helped another rank."""
+    def advance(self) -> None:
+        """Do what can be done without waiting for anyone."""
         while (
             (self._unready and self._post_ready())
             or (self._exchanged < self._ready and self._exchange())
@@ -196,7 +196,19 @@ class Stages:
             or (self.done < self.over and self._finish())
         ):
             pass
-        return helps and self._help()
+
+    def help(self) -> bool:
+        """Reduce a slice that its own rank has not begun; False if there is none. See Note [Help]."""
+        self._offered = max(self._offered, self.over)
+        for launched in self._unfinished:
+            while launched.first <= self._offered < min(launched.end, self._exchanged):
+                if launched.collective is not None and launched.collective.has_slices:
+                    for other in self._others:
+                        if self._claims.claim(self._offered, other):
+                            self._reduce_for(launched, other)
+                            return True
+                self._offered += 1
+        return False
 
     def count(self, until: Until) -> int:
         """How many chunks have come so far."""
@@ -230,19 +242,6 @@ class Stages:
         if self.done == self.launched and not self._segment.is_limited:
             self._segment.release(self._staging.offset, self._staging.nbytes)
             self._reserved = [0] * STAGING_BUFFERS
-
-    def _help(self) -> bool:
-        """Reduce a slice that its own rank has not begun; False if there is none. See Note [Help]."""
-        self._offered = max(self._offered, self.over)
-        for launched in self._unfinished:
-            while launched.first <= self._offered < min(launched.end, self._exchanged):
-                if launched.collective is not None and launched.collective.has_slices:
-                    for other in self._others:
-                        if self._claims.claim(self._offered, other):
-                            self._reduce_for(launched, other)
-                            return True
-                self._offered += 1
-        return False
 
     def _reduce_for(self, launched: Launched, other: int) -> None:
         number = self._offered
