@@ -26,7 +26,7 @@ from paceline.comm.shm.peer_failures import PeerFailures, WaitTimer
 from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import CHANNELS, RankLocks, Segment, round_up
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
-from paceline.comm.shm.stages import AwaitedSignal, HelpedSlice, Stages, Until
+from paceline.comm.shm.stages import Awaited, Stages, Until
 from paceline.errors import CollectiveError
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class Channel:
                 if self._help():
                     continue
                 awaited = stages.awaited(until)
-            if isinstance(awaited, AwaitedSignal | HelpedSlice):
+            if isinstance(awaited, Awaited):
                 if not self._wait_briefly(awaited):
                     timer = timer or WaitTimer(self._timeout if timeout is None else timeout, on_slow)
                     self._advance_other_channels()
@@ -231,7 +231,7 @@ class Channel:
             elif awaited is not None:
                 self._wait_for_hosts(awaited, on_slow)
 
-    def _missing(self, awaited: AwaitedSignal | HelpedSlice) -> list[int]:
+    def _missing(self, awaited: Awaited) -> Sequence[int]:
         with self._lock:
             self._advance()
             return awaited.missing()
@@ -249,7 +249,7 @@ class Channel:
             self._failures.fail(error)
             raise
 
-    def _wait_briefly(self, awaited: AwaitedSignal | HelpedSlice) -> bool:
+    def _wait_briefly(self, awaited: Awaited) -> bool:
         """Wait a short time; whether what is awaited seems to have come."""
         with self._sleep_lock:  # signals that another thread receives meanwhile count here too
             if self._poller.poll(awaited.hint):

@@ -13,7 +13,7 @@ until they are done.
 
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from enum import Enum, auto
 
 from paceline.comm.pending import Pending
@@ -44,7 +44,25 @@ class Until(Enum):
     ALL_DONE = auto()
 
 
-class AwaitedSignal:
+class Awaited:
+    """Something that another rank of this host has to do next.
+
+    Attributes:
+        hint: is not zero if it seems to be done, see Note [Hints] in libc.py.
+    """
+
+    hint: memoryview
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until it is done, or for some time; whether it seems to be done."""
+        raise NotImplementedError
+
+    def missing(self) -> Sequence[int]:
+        """The ranks that have not done it."""
+        raise NotImplementedError
+
+
+class _AwaitedSignal(Awaited):
     """A rank's signal that has to come next.
 
     Args:
@@ -63,12 +81,12 @@ class AwaitedSignal:
         """Sleep until a signal comes; whether that was the last one."""
         return self._signal.sleep(self._other, self._count, seconds)
 
-    def missing(self) -> list[int]:
+    def missing(self) -> Sequence[int]:
         """The ranks that have not sent as many."""
         return self._signal.all_missing(self._count)
 
 
-class HelpedSlice:
+class HelpedSlice(Awaited):
     """This rank's slice of a chunk, which another rank has claimed and not finished."""
 
     def __init__(self, claims: SliceClaims, chunk: int, others: list[int]) -> None:
@@ -88,7 +106,7 @@ class HelpedSlice:
         time.sleep(min(seconds, _HELPED_SLEEP))
         return bool(self.hint[0])
 
-    def missing(self) -> list[int]:
+    def missing(self) -> Sequence[int]:
         """The rank that has claimed it; all if that one has not said so."""
         if self._is_done:
             return []
@@ -216,7 +234,7 @@ class Stages:
             return self.over
         return self._distributed if until is Until.HAS_RESULT else self.done
 
-    def awaited(self, until: Until) -> AwaitedSignal | HelpedSlice | Pending | None:
+    def awaited(self, until: Until) -> Awaited | Pending | None:
         """What has to come next; None if it has just come."""
         if self._exchanged < self._ready:
             return self._missing(self._ready_signal, self._exchanged + 1)
@@ -226,10 +244,10 @@ class Stages:
             return self._missing(self._done_signal, self.done + 1)
         return self._missing(self._done_signal, self.over + 1, self._helped.get(self.over, frozenset()))
 
-    def _missing(self, signal: Signal, count: int, but: Set[int] = frozenset()) -> AwaitedSignal | None:
+    def _missing(self, signal: Signal, count: int, but: Set[int] = frozenset()) -> Awaited | None:
         """The first signal that is missing, but for those of some ranks."""
         missing = [other for other in signal.all_missing(count) if other not in but]
-        return AwaitedSignal(signal, missing[0], count) if missing else None
+        return _AwaitedSignal(signal, missing[0], count) if missing else None
 
     def poll(self) -> None:
         """Receive what has come; ``advance`` relies on hints."""
