@@ -16,11 +16,13 @@ from threads import in_threads
 from torch import Tensor, distributed
 
 from paceline.comm.group import Group
+from paceline.comm.shm import libc
 from paceline.comm.shm.channel import Channel, _channels, end_threads
 from paceline.comm.shm.collective import MAX_IN_FLIGHT
 from paceline.comm.shm.collectives import Barrier, BroadcastBytes, OneShotReduce
 from paceline.comm.shm.in_place import TwoShotAllReduce
 from paceline.comm.shm.local_ranks import find_local_ranks
+from paceline.comm.shm.stages import Until
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
 from paceline.testing import RankPool, run_ranks
 
@@ -240,14 +242,102 @@ def launched_by_all(rank: int) -> None:
     distributed.barrier()
     if not rank:
         channel._failures._locks.has_ended = lambda _: True  # type: ignore[method-assign]
-        channel._spins = 0
+        channel._poller.poll = lambda _: False  # type: ignore[method-assign]
         channel.wait(launched)
-        channel._wait_for(launched.end, all_done=True)
+        channel._wait_for(launched.end, Until.ALL_DONE)
     assert not data.any()
 
 
 def test_a_rank_that_ended_after_its_last_signal_is_not_missed(pair: RankPool) -> None:
     pair.run(launched_by_all)
+
+
+def one_is_busy(rank: int) -> None:
+    [channel] = channels(1)
+    store = distributed.group.WORLD.get_group_store()
+    block = channel.arena.empty(3 * MIB, torch.float32)
+    assert block is not None
+    for turn in range(5):
+        block.fill_(turn + rank)
+        if rank == turn % 2:
+            launched = channel.launch(total_in_place(channel, block))
+            store.set(f"launched in turn {turn}", "")
+            store.wait([f"over in turn {turn}"])  # is in backward, say
+            channel.wait(launched)
+            assert (block == 2 * turn + 1).all()
+        else:
+            store.wait([f"launched in turn {turn}"])
+            channel.run(total_in_place(channel, block))
+            assert (block == 2 * turn + 1).all()
+            block.fill_(-1.0)  # its own memory again: the other rank must not read it any more
+            store.set(f"over in turn {turn}", "")
+        distributed.barrier()
+
+
+def test_a_rank_that_waits_reduces_the_slices_of_one_that_is_busy(pair: RankPool) -> None:
+    pair.run(one_is_busy)
+
+
+class StopsWhenItHelps(TwoShotAllReduce):
+    def reduce_slice(self, chunk: int, views: Any, rank: int) -> None:
+        if rank != self._rank:
+            store = distributed.group.WORLD.get_group_store()
+            store.set("helps", "")
+            store.wait(["go on"])
+        super().reduce_slice(chunk, views, rank)
+
+
+def helper_stops(rank: int) -> list[str]:
+    [channel] = channels(1, timeout=0.3)
+    store = distributed.group.WORLD.get_group_store()
+    tensor, texts = torch.ones(MIB), []
+    if rank:
+        store.wait(["launched by the helped one"])
+    launched = channel.launch(StopsWhenItHelps(channel, tensor, Tensor.add_, "sum"))
+    if rank == 0:
+        store.set("launched by the helped one", "")
+        store.wait(["helps"])
+        with pytest.raises(LateRankError) as late:
+            channel.wait(launched)
+        before = channel._failures._locks.has_ended
+        channel._failures._locks.has_ended = lambda _: True  # type: ignore[method-assign]
+        with pytest.raises(LostRankError) as lost:
+            channel.wait(launched)
+        channel._failures._locks.has_ended = before  # type: ignore[method-assign]
+        channel._failures.error = None
+        texts = [str(late.value), str(lost.value)]
+        store.set("go on", "")
+    channel.wait(launched)
+    assert (tensor == channel.size).all()
+    distributed.barrier()
+    return texts
+
+
+def test_a_helper_that_stops_is_named(pair: RankPool) -> None:
+    texts, _ = pair.run(helper_stops)
+    assert all("missing ranks: [1]" in text for text in texts)
+
+
+def without_hints(rank: int) -> None:
+    before = libc.value_hint
+    libc.value_hint = lambda _: memoryview(bytes(4)).cast("I")
+    try:
+        [channel] = channels(1)
+    finally:
+        libc.value_hint = before
+    for turn in range(20):
+        tensors = [torch.full((5,), float(turn + rank)), torch.full((MIB,), float(turn + rank))]
+        launched = [
+            channel.launch(total(channel, tensors[0])),
+            channel.launch(total_in_place(channel, tensors[1])),
+        ]
+        for each, tensor in zip(launched, tensors, strict=True):
+            channel.wait(each)
+            assert (tensor == sum(turn + other for other in range(channel.size))).all()
+
+
+def test_a_c_library_that_gives_no_hints_is_slower_and_not_wrong(ranks: RankPool) -> None:
+    ranks.run(without_hints)
 
 
 def wait_with_alarm(channel: Channel, launched: Any, seconds: float) -> None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import torch
 
 from paceline.comm.shm import libc, segment
 from paceline.comm.shm.arena import Arena
+from paceline.comm.shm.claims import MAX_CHUNKS_AHEAD, SliceClaims, claims_bytes, make_claims
+from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import HEAD, HEAD_BYTES, REGIONS, RankLocks, Segment
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
 
@@ -266,6 +269,70 @@ def test_no_signal_is_lost_to_an_interrupt(signals: tuple[Signal, Signal]) -> No
     assert ours.has_come(1, 2) or ours.sleep(1, 2, 0.01)
     assert ours.sleep(1, 3, 0.01) or ours.has_come(1, 3)
     assert not ours.has_come(1, 4)
+
+
+def test_a_hint_says_whether_there_is_a_signal(signals: tuple[Signal, Signal]) -> None:
+    ours, theirs = signals
+    hint = ours.hints[1]
+    assert not Poller().poll(hint)
+    theirs.post()
+    assert Poller().poll(hint)
+    assert ours.first_missing(1) is None
+    assert not hint[0]
+
+
+def test_a_rank_polls_less_if_waits_are_long_or_others_keep_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    poller, never, yields = Poller(), memoryview(bytes(4)).cast("I"), []
+    monkeypatch.setattr(libc, "yield_core", lambda: yields.append(1))
+
+    def count() -> int:
+        yields.clear()
+        assert not poller.poll(never)
+        return len(yields)
+
+    most = count()
+    poller.learn(1.0)
+    assert 0 < count() < most
+    for _ in range(10):
+        poller.learn(1.0)
+    assert count() == 0
+    for _ in range(10):
+        poller.learn(0.00001)
+    assert count() == most
+    monkeypatch.setattr(libc, "yield_core", lambda: yields.append(time.sleep(0.002)))
+    assert count() == most
+    assert count() == 0
+
+
+@pytest.fixture
+def claims() -> Iterator[tuple[SliceClaims, SliceClaims]]:
+    """The claims of a channel, as two ranks see them."""
+    with mmap.mmap(-1, claims_bytes(2)) as memory:
+        start = ctypes.c_ubyte.from_buffer(memory)
+        address = ctypes.addressof(start)
+        make_claims(address, 2)
+        yield SliceClaims(address, 0, 2), SliceClaims(address, 1, 2)
+        del start
+
+
+def test_a_slice_is_claimed_once_however_often_its_memory_is_used(
+    claims: tuple[SliceClaims, SliceClaims],
+) -> None:
+    first, second = claims
+    for chunk in range(5 * MAX_CHUNKS_AHEAD):
+        helps = chunk % 3 == 0
+        assert not helps or first.claim(chunk, 1)
+        assert first.claim(chunk, 0)
+        assert second.claim(chunk, 1) == (not helps)
+        assert not first.claim(chunk, 1)
+        assert not second.claim(chunk, 0)
+        assert second.helper_of(chunk) == (0 if helps else None)
+        assert not second.receive_finished(chunk)
+        if helps:
+            first.post_finished(chunk, 1)
+            assert second.finished_hint(chunk)[0]
+            assert second.receive_finished(chunk)
+        assert not second.receive_finished(chunk)
 
 
 def test_a_killed_process_has_ended_and_its_forked_child_does_not_keep_it_alive(nameless: Segment) -> None:

@@ -12,7 +12,7 @@ import ctypes
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,49 +40,42 @@ class Collective(ABC):
         chunks: the number of its chunks, the same on every rank.
         span: where this rank's tensor is in shared memory; None if it has to be copied to staging buffers.
         awaits_done: whether it is over only when every rank is done with it.
+        has_slices: whether ``reduce_slice`` is called instead of ``exchange``, by any rank for any slice; the
+            same on every rank. See Note [Help] in claims.py.
     """
 
     text: str
     chunks: int = 1
     span: Span | None = None
     awaits_done: bool = False
+    has_slices: bool = False
 
     @abstractmethod
     def nbytes(self, chunk: int, rank: int) -> int:
         """The length of a rank's part of a chunk."""
 
-    def copy_in(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # if there is nothing to copy
+    def copy_in(self, chunk: int, views: "Launched") -> None:  # noqa: B027  # if there is nothing to copy
         """Copy this rank's part of a chunk to its staging buffer."""
 
-    def exchange(self, chunk: int, views: "ChunkViews") -> Pending | None:  # noqa: B027  # as above
+    def exchange(self, chunk: int, views: "Launched") -> Pending | None:  # noqa: B027  # as above
         """All ranks are ready: read what they have. Returns the reduction between hosts, if it takes one."""
 
-    def distribute(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # as above
+    def reduce_slice(self, chunk: int, views: "Launched", rank: int) -> None:  # noqa: B027  # as above
+        """All ranks are ready: combine a rank's slice of all tensors, and write it to all of them."""
+
+    def distribute(self, chunk: int, views: "Launched") -> None:  # noqa: B027  # as above
         """The reduction between hosts is over too: give its result to the other ranks of this host."""
 
-    def copy_out(self, chunk: int, views: "ChunkViews") -> None:  # noqa: B027  # as above
+    def copy_out(self, chunk: int, views: "Launched") -> None:  # noqa: B027  # as above
         """All ranks are done: copy the result from this rank's staging buffer."""
-
-
-class CollectiveHeader(NamedTuple):
-    """What a rank writes about a collective.
-
-    Attributes:
-        offset: where in the segment the rank's tensor begins, or its staging buffers do.
-        first_buffer: which staging buffer the first chunk is in, modulo their number; IN_PLACE for none.
-        text: what this rank takes the collective for.
-    """
-
-    offset: int
-    first_buffer: int
-    text: bytes
 
 
 @dataclass(slots=True)
 class Launched:
-    """A collective that has been launched.
+    """A collective that has been launched, and its chunks in the memory of all ranks.
 
     Attributes:
+        segment: the memory.
         collective: the collective; None once this rank has nothing more to do in it, so that it lets go of
             its tensors.
         text: what it is.
@@ -90,41 +83,31 @@ class Launched:
         number: its number among the channel's collectives.
         first: the number of its first chunk among all chunks of the channel.
         end: the number of the chunk that follows its last one.
-        headers: the header of each rank; only this rank's until all ranks are ready.
+        places: for each rank, where in the segment its tensor begins, or its staging buffers do, and which of
+            these buffers has the first chunk, modulo their number, or IN_PLACE for none. Only this rank's
+            place is known until all ranks are ready.
     """
 
+    segment: Segment
     collective: Collective | None
     text: str
     awaits_done: bool
     number: int
     first: int
     end: int
-    headers: dict[int, CollectiveHeader]
+    places: dict[int, tuple[int, int]]
 
+    def bytes_of(self, chunk: int, rank: int) -> Tensor:
+        """A rank's bytes of a chunk."""
+        assert self.collective is not None
+        return self.at(chunk, rank, self.collective.nbytes(chunk, rank), torch.uint8)
 
-class ChunkViews:
-    """The memory of one chunk, by rank."""
-
-    def __init__(self, segment: Segment, launched: Launched, chunk: int) -> None:
-        self._segment = segment
-        self._launched = launched
-        self._chunk = chunk
-
-    def __getitem__(self, rank: int) -> Tensor:
-        """A rank's bytes of the chunk."""
-        return self.of(rank, torch.uint8)
-
-    def of(self, rank: int, dtype: torch.dtype, bounds: tuple[int, int] | None = None) -> Tensor:
-        """A rank's elements of the chunk: all, or those from one number up to another."""
-        launched, chunk = self._launched, self._chunk
-        assert launched.collective is not None
-        header = launched.headers[rank]
-        at = chunk if header.first_buffer == IN_PLACE else (header.first_buffer + chunk) % STAGING_BUFFERS
-        offset = header.offset + at * CHUNK_BYTES
-        if bounds is None:
-            return self._segment.at(offset, launched.collective.nbytes(chunk, rank), dtype)
-        start, end = bounds
-        return self._segment.at(offset + start * dtype.itemsize, (end - start) * dtype.itemsize, dtype)
+    def at(self, chunk: int, rank: int, nbytes: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """A rank's elements of a chunk, or some of them: so many bytes, from a byte of the chunk on."""
+        offset, first_buffer = self.places[rank]
+        if first_buffer != IN_PLACE:
+            chunk = (first_buffer + chunk) % STAGING_BUFFERS
+        return self.segment.at(offset + chunk * CHUNK_BYTES + start, nbytes, dtype)
 
 
 class Headers:
@@ -136,15 +119,17 @@ class Headers:
     """
 
     def __init__(self, address: int, size: int) -> None:
-        self._memory = (ctypes.c_ubyte * headers_bytes(size)).from_address(address)
+        self._memory = memoryview((ctypes.c_ubyte * headers_bytes(size)).from_address(address)).cast("B")
 
-    def write(self, rank: int, number: int, header: CollectiveHeader) -> None:
+    def write(self, rank: int, number: int, offset: int, first_buffer: int, text: str) -> None:
         """Write a rank's header of the collective of that number."""
-        _HEADER.pack_into(self._memory, _offset(rank, number % MAX_IN_FLIGHT), *header)
+        _HEADER.pack_into(
+            self._memory, _offset(rank, number % MAX_IN_FLIGHT), offset, first_buffer, encoded(text)
+        )
 
-    def read(self, rank: int, number: int) -> CollectiveHeader:
-        """A rank's header of the collective of that number."""
-        return CollectiveHeader(*_HEADER.unpack_from(self._memory, _offset(rank, number % MAX_IN_FLIGHT)))
+    def read(self, rank: int, number: int) -> tuple[int, int, bytes]:
+        """A rank's header of the collective of that number: its place, and the text as it is written."""
+        return _HEADER.unpack_from(self._memory, _offset(rank, number % MAX_IN_FLIGHT))
 
     def write_failure(self, rank: int, reason: str) -> None:
         """Write why a rank failed."""
@@ -160,6 +145,7 @@ def headers_bytes(size: int) -> int:
     return _offset(size, 0)
 
 
+@lru_cache(1024)
 def encoded(text: str) -> bytes:
     """Text as it is written in a header."""
     return text.encode()[:112].ljust(112, b"\0")

@@ -5,13 +5,15 @@ So all ranks have the same bits, in every run.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import ChunkViews, Collective
+from paceline.comm.shm.collective import Collective, Launched
 from paceline.errors import CollectiveError, ShapeError
 
 # Combines the second tensor into the first; the order in which two are given must not matter.
@@ -24,55 +26,77 @@ STAGED_CHUNK_BYTES = 1 << 20
 _TABLE_DTYPE = torch.int64
 
 
+@dataclass(frozen=True, slots=True)
+class _StagedPlan:
+    """What can be known of a collective that goes through staging buffers before there is any data.
+
+    Attributes:
+        text: what it is.
+        length: the number of elements, or bytes, that go to a rank or come from it.
+        width: the size of one of them in bytes.
+        parts: the number of parts of that length that a rank copies in.
+        chunk_length: the number of elements of a part in each chunk but the last.
+        chunks: the number of chunks.
+        chunk_bytes: the length of each chunk, with all its parts.
+    """
+
+    text: str
+    length: int
+    width: int
+    parts: int
+    chunk_length: int
+    chunks: int
+    chunk_bytes: list[int]
+
+
+# Making one takes longer than copying some kilobytes, and the same ones come again in every step.
+@lru_cache(4096)
+def _plan(text: str, length: int, width: int = 1, parts: int = 1) -> _StagedPlan:
+    chunk_length = max(1, STAGED_CHUNK_BYTES // parts // width)
+    chunks = chunk_count(length, chunk_length)
+    numels = [min(chunk_length, length - chunk * chunk_length) for chunk in range(chunks)]
+    chunk_bytes = [numel * width * parts for numel in numels]
+    return _StagedPlan(text, length, width, parts, chunk_length, chunks, chunk_bytes)
+
+
+@lru_cache(4096)
+def _reduce_plan(name: str, numel: int, dtype: torch.dtype, root: int | None) -> _StagedPlan:
+    kind = "all_reduce" if root is None else f"reduce to {root}"
+    return _plan(f"{kind} {name} {numel} {dtype}", numel, dtype.itemsize)
+
+
 class _Staged(Collective):
     """A collective in which one rank or all ranks copy to staging buffers, and one rank or all ranks read.
 
     Args:
         channel: the ranks of this host.
-        text: what it is.
-        length: the number of elements, or bytes, that go to a rank or come from it.
-        width: the size of one of them in bytes.
-        parts: the number of parts of that length that a rank copies in.
+        plan: what is copied.
         sources: the ranks that copy anything in; all if None.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        text: str,
-        length: int,
-        *,
-        width: int = 1,
-        parts: int = 1,
-        sources: Sequence[int] | None = None,
-    ) -> None:
-        self.text = text
+    def __init__(self, channel: Channel, plan: _StagedPlan, *, sources: Sequence[int] | None = None) -> None:
+        self.text = plan.text
+        self.chunks = plan.chunks
+        self._plan = plan
         self._rank = channel.rank
         self._size = channel.size
-        self._length = length
-        self._width = width
-        self._parts = parts
         self._sources = sources
-        self._chunk_length = max(1, STAGED_CHUNK_BYTES // parts // width)
-        self.chunks = chunk_count(length, self._chunk_length)
 
     def nbytes(self, chunk: int, rank: int) -> int:
         """The length of the chunk, with all its parts."""
         if self._sources is not None and rank not in self._sources:
             return 0
-        return self._chunk_numel(chunk) * self._width * self._parts
-
-    def _chunk_numel(self, chunk: int) -> int:
-        return min(self._chunk_length, self._length - chunk * self._chunk_length)
+        return self._plan.chunk_bytes[chunk]
 
     def _chunk_of(self, flat: Tensor, chunk: int) -> Tensor:
         if self.chunks == 1:
             return flat
-        return flat[chunk * self._chunk_length : (chunk + 1) * self._chunk_length]
+        length = self._plan.chunk_length
+        return flat[chunk * length : (chunk + 1) * length]
 
     def _part(self, data: Tensor, part: int, chunk: int) -> Tensor:
         """One of the parts of a rank's chunk."""
-        nbytes = self._chunk_numel(chunk) * self._width
+        nbytes = self._plan.chunk_bytes[chunk] // self._plan.parts
         return data[part * nbytes : (part + 1) * nbytes]
 
 
@@ -92,51 +116,51 @@ class OneShotReduce(_Staged):
     def __init__(
         self, channel: Channel, tensor: Tensor, op: ReduceFunction, name: str, *, root: int | None = None
     ) -> None:
-        kind = "all_reduce" if root is None else f"reduce to {root}"
-        super().__init__(
-            channel,
-            f"{kind} {name} {tensor.numel()} {tensor.dtype}",
-            tensor.numel(),
-            width=tensor.itemsize,
-        )
+        super().__init__(channel, _reduce_plan(name, tensor.numel(), tensor.dtype, root))
         self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        self._dtype = tensor.dtype
         self._op = op
-        self._wants = root in (None, channel.rank)
+        self._wants = root is None or root == channel.rank
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        views.of(self._rank, self._flat.dtype).copy_(self._chunk_of(self._flat, chunk))
+        nbytes = self._plan.chunk_bytes[chunk]
+        views.at(chunk, self._rank, nbytes, self._dtype).copy_(self._chunk_of(self._flat, chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Combine all in the order of the ranks; the first two terms of a sum may be swapped."""
-        if not self._wants or not self._length:
+        nbytes = self._plan.chunk_bytes[chunk]
+        if not self._wants or not nbytes:
             return
-        result, dtype = self._chunk_of(self._flat, chunk), self._flat.dtype
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        result = self._chunk_of(self._flat, chunk)
         # The last bit of a complex product depends on the order, and so does the larger one of 0 and -0.
         if self._rank > (1 if self._op is Tensor.add_ else 0):
-            result.copy_(views.of(0, dtype))
-            others = list(range(1, self._size))
-        for rank in others:
-            self._op(result, views.of(rank, dtype))
+            result.copy_(views.at(chunk, 0, nbytes, self._dtype))
+            first, skipped = 1, -1
+        else:
+            first, skipped = 0, self._rank
+        for rank in range(first, self._size):
+            if rank != skipped:
+                self._op(result, views.at(chunk, rank, nbytes, self._dtype))
 
 
 class BroadcastBytes(_Staged):
     """Gives all ranks the bytes of one."""
 
     def __init__(self, channel: Channel, data: Tensor, *, root: int) -> None:
-        super().__init__(channel, f"broadcast from {root} {data.nbytes} bytes", data.nbytes, sources=[root])
+        plan = _plan(f"broadcast from {root} {data.nbytes} bytes", data.nbytes)
+        super().__init__(channel, plan, sources=[root])
         self._bytes = data
         self._root = root
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        views[self._rank].copy_(self._chunk_of(self._bytes, chunk))
+        views.bytes_of(chunk, self._rank).copy_(self._chunk_of(self._bytes, chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Copy from the staging buffer."""
         if self._rank != self._root:
-            self._chunk_of(self._bytes, chunk).copy_(views[self._root])
+            self._chunk_of(self._bytes, chunk).copy_(views.bytes_of(chunk, self._root))
 
 
 class Gather(_Staged):
@@ -146,44 +170,41 @@ class Gather(_Staged):
         self, channel: Channel, own: Tensor, everyone: Sequence[Tensor], *, root: int | None = None
     ) -> None:
         kind = "all_gather" if root is None else f"gather to {root}"
-        super().__init__(channel, f"{kind} {own.nbytes} bytes", own.nbytes)
+        super().__init__(channel, _plan(f"{kind} {own.nbytes} bytes", own.nbytes))
         self._own = own
         self._everyone = everyone
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        views[self._rank].copy_(self._chunk_of(self._own, chunk))
+        views.bytes_of(chunk, self._rank).copy_(self._chunk_of(self._own, chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Copy what this rank wants from the staging buffers."""
         for rank, theirs in enumerate(self._everyone):
-            self._chunk_of(theirs, chunk).copy_(views[rank])
+            self._chunk_of(theirs, chunk).copy_(views.bytes_of(chunk, rank))
 
 
 class Scatter(_Staged):
     """Gives each rank a part of one rank's bytes."""
 
     def __init__(self, channel: Channel, own: Tensor, everyone: Sequence[Tensor], *, root: int) -> None:
-        super().__init__(
-            channel,
-            f"scatter from {root} {own.nbytes} bytes each",
-            own.nbytes,
-            parts=channel.size,
-            sources=[root],
-        )
+        plan = _plan(f"scatter from {root} {own.nbytes} bytes each", own.nbytes, parts=channel.size)
+        super().__init__(channel, plan, sources=[root])
         self._own = own
         self._everyone = everyone
         self._root = root
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        data = views[self._rank]
+        data = views.bytes_of(chunk, self._rank)
         for rank, theirs in enumerate(self._everyone):
             self._part(data, rank, chunk).copy_(self._chunk_of(theirs, chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Copy from the staging buffer."""
-        self._chunk_of(self._own, chunk).copy_(self._part(views[self._root], self._rank, chunk))
+        self._chunk_of(self._own, chunk).copy_(
+            self._part(views.bytes_of(chunk, self._root), self._rank, chunk)
+        )
 
 
 class ReduceScatter(_Staged):
@@ -192,29 +213,24 @@ class ReduceScatter(_Staged):
     def __init__(
         self, channel: Channel, output: Tensor, inputs: Sequence[Tensor], op: ReduceFunction, name: str
     ) -> None:
-        super().__init__(
-            channel,
-            f"reduce_scatter {name} {output.numel()} {output.dtype} each",
-            output.numel(),
-            width=output.itemsize,
-            parts=channel.size,
-        )
+        text = f"reduce_scatter {name} {output.numel()} {output.dtype} each"
+        super().__init__(channel, _plan(text, output.numel(), output.itemsize, channel.size))
         self._output = output
         self._inputs = inputs
         self._op = op
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        data = views[self._rank]
+        data = views.bytes_of(chunk, self._rank)
         for rank, part in enumerate(self._inputs):
             self._typed(data, rank, chunk).copy_(self._chunk_of(part, chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Combine this rank's parts in the order of the ranks."""
         result = self._chunk_of(self._output, chunk)
-        result.copy_(self._typed(views[0], self._rank, chunk))
+        result.copy_(self._typed(views.bytes_of(chunk, 0), self._rank, chunk))
         for rank in range(1, self._size):
-            self._op(result, self._typed(views[rank], self._rank, chunk))
+            self._op(result, self._typed(views.bytes_of(chunk, rank), self._rank, chunk))
 
     def _typed(self, data: Tensor, part: int, chunk: int) -> Tensor:
         return self._part(data, part, chunk).view(self._output.dtype)
@@ -233,22 +249,22 @@ class AllToAll(_Staged):
     def __init__(
         self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor], longest: int
     ) -> None:
-        super().__init__(channel, f"all_to_all {longest} bytes at most", longest, parts=channel.size)
+        super().__init__(channel, _plan(f"all_to_all {longest} bytes at most", longest, parts=channel.size))
         self._outputs = outputs
         self._inputs = inputs
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
-        data = views[self._rank]
+        data = views.bytes_of(chunk, self._rank)
         for rank, theirs in enumerate(self._inputs):
             part = self._chunk_of(theirs, chunk)
             self._part(data, rank, chunk)[: part.numel()].copy_(part)
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Copy from the staging buffer."""
         for rank, theirs in enumerate(self._outputs):
             part = self._chunk_of(theirs, chunk)
-            part.copy_(self._part(views[rank], self._rank, chunk)[: part.numel()])
+            part.copy_(self._part(views.bytes_of(chunk, rank), self._rank, chunk)[: part.numel()])
 
 
 class UnevenAllToAll(Collective):
@@ -286,11 +302,13 @@ class UnevenAllToAll(Collective):
         """The length of a rank's block; of the others' blocks only the table's until it has been read."""
         return self._nbytes[rank]
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:  # noqa: ARG002  # as above
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Look up where this rank's parts are, and copy them."""
         for rank, output in enumerate(self._outputs):
             start, end = (
-                views[rank][: self._table_bytes].view(_TABLE_DTYPE)[self._rank : self._rank + 2].tolist()
+                views.bytes_of(chunk, rank)[: self._table_bytes]
+                .view(_TABLE_DTYPE)[self._rank : self._rank + 2]
+                .tolist()
             )
             if end - start != output.numel():
                 raise ShapeError(
@@ -298,14 +316,14 @@ class UnevenAllToAll(Collective):
                     f"which expects {output.numel()}"
                 )
             self._nbytes[rank] = end
-            output.copy_(views[rank][start:end])
+            output.copy_(views.bytes_of(chunk, rank)[start:end])
 
 
 class Barrier(_Staged):
     """Waits for all ranks."""
 
     def __init__(self, channel: Channel) -> None:
-        super().__init__(channel, "barrier", 0)
+        super().__init__(channel, _plan("barrier", 0))
 
 
 def prefers_one_shot(channel: Channel, nbytes: int) -> bool:

@@ -4,6 +4,7 @@ A tensor that does not live there is copied to staging buffers and back, chunk b
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -11,13 +12,18 @@ from torch import Tensor
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import CHUNK_BYTES, ChunkViews, Collective
+from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched
 from paceline.comm.shm.collectives import ReduceFunction, chunk_count
 
 # Begins to combine a tensor with those of other hosts, in place.
 ReduceBetweenHosts = Callable[[Tensor], Pending]
 # The first element, and the one behind the last.
 Slice: TypeAlias = tuple[int, int]
+
+
+@lru_cache(4096)  # writing it takes longer than signalling
+def _in_place_text(name: str, numel: int, dtype: torch.dtype) -> str:
+    return f"all_reduce {name} in place {numel} {dtype}"
 
 
 class TwoShotAllReduce(Collective):
@@ -29,7 +35,8 @@ class TwoShotAllReduce(Collective):
         op: combines one tensor into another.
         name: the name of the op.
         between_hosts: combines with other hosts, if there are any.
-        slices: the number of ranks that have a slice; all if None.
+        slices: the number of ranks that have a slice and combine it with other hosts; None if there are none,
+            and all ranks have one.
     """
 
     awaits_done = True
@@ -44,14 +51,16 @@ class TwoShotAllReduce(Collective):
         between_hosts: ReduceBetweenHosts | None = None,
         slices: int | None = None,
     ) -> None:
-        self._flat = tensor.view(-1)
+        self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        self._dtype = tensor.dtype
         self._op = op
         self._between_hosts = between_hosts
         self._rank = channel.rank
         self._size = channel.size
         self._slices = slices or channel.size
+        self.has_slices = slices is None
         self._chunk_numel = CHUNK_BYTES // tensor.itemsize
-        self.text = f"all_reduce {name} in place {tensor.numel()} {tensor.dtype}"
+        self.text = _in_place_text(name, tensor.numel(), tensor.dtype)
         self.chunks = chunk_count(tensor.numel(), self._chunk_numel)
         self.span = channel.arena.span_of(tensor)
 
@@ -60,40 +69,55 @@ class TwoShotAllReduce(Collective):
         numel = min(self._chunk_numel, self._flat.numel() - chunk * self._chunk_numel)
         return numel * self._flat.itemsize
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy the chunk to the staging buffer."""
-        views.of(self._rank, self._flat.dtype).copy_(self._chunk(chunk))
+        self._staged(chunk, views).copy_(self._chunk(chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> Pending | None:
+    def exchange(self, chunk: int, views: Launched) -> Pending | None:
         """Combine the slices of all ranks into this rank's."""
         if self._rank >= self._slices:
             return None
-        own, *others = self._views_of_slice(chunk, views)
-        for theirs in others:
-            self._op(own, theirs)
+        own = self._combine(chunk, views, self._rank)[0]
         return None if self._between_hosts is None else self._between_hosts(own)
 
-    def distribute(self, chunk: int, views: ChunkViews) -> None:
+    def reduce_slice(self, chunk: int, views: Launched, rank: int) -> None:
+        """Combine the slices of all ranks into one rank's, and write the result into the tensors of all."""
+        own, *others = self._combine(chunk, views, rank)
+        for theirs in others:
+            theirs.copy_(own)
+
+    def distribute(self, chunk: int, views: Launched) -> None:
         """Write the result into the tensors of all ranks."""
-        if self._rank < self._slices:
-            own, *others = self._views_of_slice(chunk, views)
+        if not self.has_slices and self._rank < self._slices:
+            own, *others = self._views_of_slice(chunk, views, self._rank)
             for theirs in others:
                 theirs.copy_(own)
 
-    def copy_out(self, chunk: int, views: ChunkViews) -> None:
+    def copy_out(self, chunk: int, views: Launched) -> None:
         """Copy the chunk from the staging buffer."""
-        self._chunk(chunk).copy_(views.of(self._rank, self._flat.dtype))
+        self._chunk(chunk).copy_(self._staged(chunk, views))
+
+    def _staged(self, chunk: int, views: Launched) -> Tensor:
+        return views.at(chunk, self._rank, self.nbytes(chunk, self._rank), self._dtype)
 
     def _chunk(self, chunk: int) -> Tensor:
         return self._flat[chunk * self._chunk_numel : (chunk + 1) * self._chunk_numel]
 
-    def _views_of_slice(self, chunk: int, views: ChunkViews) -> list[Tensor]:
-        """This rank's slice, in its own tensor and in those of the other ranks."""
-        numel = self.nbytes(chunk, self._rank) // self._flat.itemsize
-        share = -(-numel // self._slices)
-        bounds = min(numel, self._rank * share), min(numel, (self._rank + 1) * share)
-        ranks = [self._rank, *(rank for rank in range(self._size) if rank != self._rank)]
-        return [views.of(rank, self._flat.dtype, bounds) for rank in ranks]
+    def _combine(self, chunk: int, views: Launched, rank: int) -> list[Tensor]:
+        """Combine a rank's slice of all tensors; returns it, and the same slice of the others."""
+        slices = self._views_of_slice(chunk, views, rank)
+        for theirs in slices[1:]:
+            self._op(slices[0], theirs)
+        return slices
+
+    def _views_of_slice(self, chunk: int, views: Launched, rank: int) -> list[Tensor]:
+        """A rank's slice, in its own tensor and in those of the other ranks."""
+        nbytes, width = self.nbytes(chunk, rank), self._dtype.itemsize
+        share = -(-nbytes // width // self._slices) * width
+        start = min(nbytes, rank * share)
+        length = min(nbytes, start + share) - start
+        ranks = [rank, *(other for other in range(self._size) if other != rank)]
+        return [views.at(chunk, each, length, self._dtype, start) for each in ranks]
 
 
 class _SliceCollective(Collective):
@@ -161,16 +185,16 @@ class ReduceScatterSlices(_SliceCollective):
         super().__init__(channel, "reduce_scatter of slices", tensor, part, slices)
         self._factor = factor
 
-    def copy_in(self, chunk: int, views: ChunkViews) -> None:
+    def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy the chunk to the staging buffer."""
-        self._typed(views[self._rank]).copy_(self._chunk(chunk))
+        self._typed(views.bytes_of(chunk, self._rank)).copy_(self._chunk(chunk))
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Add up in the order of the ranks."""
         for where, part in self._slices_in(chunk):
-            torch.mul(self._typed(views[0])[where], self._factor, out=part)
+            torch.mul(self._typed(views.bytes_of(chunk, 0))[where], self._factor, out=part)
             for rank in range(1, self._size):
-                part.add_(self._typed(views[rank])[where], alpha=self._factor)
+                part.add_(self._typed(views.bytes_of(chunk, rank))[where], alpha=self._factor)
 
 
 class AllGatherSlices(_SliceCollective):
@@ -181,12 +205,12 @@ class AllGatherSlices(_SliceCollective):
     def __init__(self, channel: Channel, tensor: Tensor, part: Tensor, slices: Sequence[Slice]) -> None:
         super().__init__(channel, "all_gather of slices", tensor, part, slices)
 
-    def exchange(self, chunk: int, views: ChunkViews) -> None:
+    def exchange(self, chunk: int, views: Launched) -> None:
         """Write this rank's slices."""
         for where, part in self._slices_in(chunk):
             for rank in range(self._size):
-                self._typed(views[rank])[where].copy_(part)
+                self._typed(views.bytes_of(chunk, rank))[where].copy_(part)
 
-    def copy_out(self, chunk: int, views: ChunkViews) -> None:
+    def copy_out(self, chunk: int, views: Launched) -> None:
         """Copy the chunk from the staging buffer."""
-        self._chunk(chunk).copy_(self._typed(views[self._rank]))
+        self._chunk(chunk).copy_(self._typed(views.bytes_of(chunk, self._rank)))

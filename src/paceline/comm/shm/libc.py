@@ -8,6 +8,10 @@ flag stands for, on any kind of CPU. Python has no memory fences, and none is ne
 Note [Counted at once]. Python may raise KeyboardInterrupt after any call. A count that was taken from a
 semaphore but not yet kept would be lost, and the rank would wait for it forever. So one iterator that runs in
 C takes and counts: its next value is right, whether or not anybody saw the last one.
+
+Note [Hints]. Reading the word that holds a semaphore's value takes a tenth of the time of a call. Such a read
+orders nothing, and where the word is depends on the C library. So it is only a hint whether a call is worth
+while: if it is wrong, a rank polls in vain, or sleeps and finds out by calling.
 """
 
 import ctypes
@@ -15,6 +19,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, repeat
 from operator import add
 from typing import Any
@@ -54,10 +59,12 @@ _mmap = _function(
 _munmap = _function(_libc, "munmap", _pointer, ctypes.c_size_t)
 _fallocate = _function(_libc, "fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
+# Lets other threads and processes run that wait for the core.
+yield_core = _function(_libc, "sched_yield")
 # Increments a semaphore.
 post = _function(_libc_with_gil, "sem_post", _pointer)
 # Decrements a semaphore and returns 0; returns -1 if it is zero.
-_try_wait = _function(_libc_with_gil, "sem_trywait", _pointer)
+try_wait = _function(_libc_with_gil, "sem_trywait", _pointer)
 
 
 def unsupported_reason() -> str | None:
@@ -67,15 +74,35 @@ def unsupported_reason() -> str | None:
     return None
 
 
-def make_semaphore(address: int) -> None:
-    """Make a semaphore of value 0 there, for all processes that map the memory."""
-    if _init(address, 1, 0):
+def make_semaphore(address: int, value: int = 0) -> None:
+    """Make a semaphore there, for all processes that map the memory."""
+    if _init(address, 1, value):
         raise _error("sem_init")
+
+
+def value_hint(semaphore: int) -> memoryview:
+    """A view whose only element is not zero if the semaphore is not; see Note [Hints]."""
+    offset = _value_offset()
+    if offset is None:
+        return memoryview(bytes(4)).cast("I")
+    return memoryview((ctypes.c_ubyte * 4).from_address(semaphore + offset)).cast("B").cast("I")
+
+
+@cache
+def _value_offset() -> int | None:
+    """Where in a semaphore the word is that has its value; None if there is no such word."""
+    memory = (ctypes.c_uint64 * (SEMAPHORE_BYTES // 8))()
+    words = memoryview(memory).cast("B").cast("I")
+    make_semaphore(ctypes.addressof(memory))
+    before = words.tolist()
+    post(ctypes.addressof(memory))
+    changed = [number for number, word in enumerate(words.tolist()) if word != before[number]]
+    return 4 * changed[0] if len(changed) == 1 and not before[changed[0]] else None
 
 
 def poll_counts(semaphore: int) -> Iterator[int]:
     """Decrements a semaphore at each step, if it is not zero; yields how often it did so far."""
-    return accumulate(map(add, map(_try_wait, repeat(semaphore)), repeat(1)))
+    return accumulate(map(add, map(try_wait, repeat(semaphore)), repeat(1)))
 
 
 class SleepingCounter:

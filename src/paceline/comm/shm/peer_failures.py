@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from paceline.comm.pending import SLOW_AFTER, SLOW_EVERY, OnSlow
-from paceline.comm.shm.collective import CollectiveHeader, Headers, Launched, decoded
+from paceline.comm.shm.collective import Headers, Launched, decoded
 from paceline.comm.shm.segment import RankLocks
 from paceline.comm.shm.semaphores import Signal
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
@@ -84,20 +84,20 @@ class PeerFailures:
             self._headers.write_failure(self._rank, repr(error))
             self._signal.post()
 
-    def raise_unmatched(self, launched: Launched, header: CollectiveHeader, other: int) -> NoReturn:
-        """Raise because another rank has launched another collective."""
+    def raise_unmatched(self, launched: Launched, text: bytes, other: int) -> NoReturn:
+        """Raise because another rank has launched another collective, by the text of its header."""
         self.error = UnmatchedError(
             f"ranks called different collectives: {launched.text} on rank {self._names[self._rank]}, "
-            f"{decoded(header.text)} on rank {self._names[other]}"
+            f"{decoded(text)} on rank {self._names[other]}"
         )
         raise self.error
 
-    def check(self, awaited: Signal, count: int, timer: WaitTimer) -> None:
-        """Raise if the ranks that have not sent a signal ``count`` times have ended, failed, or are late."""
-        missing = awaited.all_missing(count)
+    def check(self, find_missing: Callable[[], Sequence[int]], timer: WaitTimer) -> None:
+        """Raise if ranks that are missing have ended, failed, or are late."""
+        missing = find_missing()
         if ended := [other for other in missing if self._locks.has_ended(other)]:
             # What a rank sent before it ended may have come meanwhile.
-            missing = awaited.all_missing(count)
+            missing = find_missing()
             if lost := [other for other in ended if other in missing]:
                 self.error = LostRankError(self._describe("cannot end, because ranks have ended", lost))
                 raise self.error

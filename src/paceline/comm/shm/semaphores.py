@@ -1,10 +1,12 @@
-"""Signals between ranks that share memory, as counted semaphores. See Note [Ready and done] in channel.py."""
+"""Signals between ranks that share memory: counted semaphores. See Note [Ready and done] in stages.py."""
 
 from paceline.comm.shm import libc
 
 
 class Signal:
     """One kind of signal that every rank sends to every other rank; receivers count what has come.
+
+    Only one thread at a time may receive, and only one at a time may sleep.
 
     Args:
         address: where its semaphores are.
@@ -23,6 +25,9 @@ class Signal:
         self._sleepers = {other: libc.SleepingCounter(semaphore(other, rank)) for other in self._others}
         self._polled = dict.fromkeys(self._others, 0)
         self._slept = dict.fromkeys(self._others, 0)
+        self._all_sent = 0  # how often every rank has sent it, as far as is known
+        # Each rank's semaphore as a hint, see Note [Hints] in libc.py.
+        self.hints = {other: libc.value_hint(semaphore(other, rank)) for other in self._others}
 
     def post(self) -> None:
         """Send it to every other rank."""
@@ -30,14 +35,18 @@ class Signal:
             libc.post(semaphore)
 
     def first_missing(self, count: int) -> int | None:
-        """The first rank that has not sent it ``count`` times; None if all have."""
-        # As has_come, without the call: this is what small collectives spend their time on.
+        """The first rank that has not sent it ``count`` times, as far as hints tell; None if all have."""
+        if count <= self._all_sent:
+            return None
         polled, slept = self._polled, self._slept
-        for other, polls in self._polls.items():
+        for other, hint in self.hints.items():
             while (before := polled[other]) + slept[other] < count:
-                polled[other] = now = next(polls)
+                if not hint[0]:
+                    return other
+                polled[other] = now = next(self._polls[other])
                 if now == before:
                     return other
+        self._all_sent = count
         return None
 
     def all_missing(self, count: int) -> list[int]:
@@ -55,12 +64,9 @@ class Signal:
         return True
 
     def sleep(self, other: int, count: int, seconds: float) -> bool:
-        """Sleep until a rank sends it once more; whether it has sent it ``count`` times.
-
-        Only one thread at a time may do this.
-        """
+        """Sleep until a rank sends it once more; whether it is known to have sent it ``count`` times."""
         self._slept[other] = self._sleepers[other].sleep(seconds)
-        return self.has_come(other, count)
+        return self._polled[other] + self._slept[other] >= count
 
 
 def signal_bytes(size: int) -> int:

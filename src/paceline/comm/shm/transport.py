@@ -55,7 +55,7 @@ class SharedMemoryTransport:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor can go through shared memory."""
-        return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+        return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A tensor that need not be copied when it is reduced; None if there is no memory left."""
@@ -76,9 +76,9 @@ class SharedMemoryTransport:
         )
         return SharedMemoryPending(channel, channel.launch(reduce), tensor)
 
-    def _slices(self, nbytes: int) -> int:
+    def _slices(self, nbytes: int) -> int | None:
         if self.hosts == 1:
-            return self._channel.size
+            return None
         return 1 if nbytes <= _ONE_LEADER_BYTES else self.leaders
 
     def all_reduce_on_host(self, tensor: Tensor) -> Pending:
