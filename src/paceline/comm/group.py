@@ -160,7 +160,8 @@ class Group:
     @property
     def may_tell_on_host(self) -> bool:
         """Whether ``all_reduce_on_host`` works though the group's other tensors are on an accelerator."""
-        return self.size == 1 or self.host is not None
+        # One rank of a group that changes may be two in the next step, and the other has decided for itself.
+        return (self.size == 1 and not self.may_change) or self.host is not None
 
     def open_leader_group(self) -> "Group | None":
         """A new group of the host leaders of this rank's number, one per host; all of them call this at once.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -197,3 +197,34 @@ def raise_in_forward(rank: int) -> None:
 
 def test_a_step_that_one_rank_gives_up_is_lost_on_all_and_the_next_is_fine() -> None:
     run_ranks(raise_in_forward, 2)
+
+
+class Changing(distributed.ProcessGroup):
+    """A group that counts its ranks anew whenever it is asked, as torchft's do."""
+
+    def __init__(self, inner: Any, now: int) -> None:
+        super().__init__(0, 1)
+        self.inner = inner
+        self.now = now
+
+    def size(self) -> int:
+        return self.now
+
+    def allreduce(self, *args: Any) -> Any:
+        return self.inner.allreduce(*args)
+
+
+def meet_later(rank: int) -> None:
+    toy.register()
+    torch.manual_seed(0)
+    group = Changing(toy.new_group(), now=rank)  # rank 1 believes to be alone, rank 0 knows of nobody
+    ddp = DistributedDataParallel(nn.Linear(3, 2).to("toy:0"), process_group=group)
+    group.now = 2
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.full((1, 3), rank + 1.0, device="toy:0")).sum().backward()
+        assert ddp.module.weight.grad.cpu().unique().tolist() == [1.5]
+
+
+def test_ranks_that_change_report_on_the_device_whoever_was_there_at_first() -> None:
+    run_ranks(meet_later, 2)
