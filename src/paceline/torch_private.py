@@ -415,6 +415,20 @@ def is_open(process_group: Any) -> bool:
     return _c10d._world.pg_map.get(process_group) is not None
 
 
+def open_gloo(store: Any, *, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group of gloo that torch.distributed does not know, whose ranks meet at the store.
+
+    torch.distributed names a group of some ranks after the number of groups that each of them has opened.
+    Ranks that have opened different numbers would never meet.
+    """
+    group = _c10d.ProcessGroup(store, rank, size)
+    kind = _c10d.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    backend = _c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
 _disabled_join: Any = _find(
     "torch.distributed.algorithms.join._JoinConfig.construct_disabled_join_config", None
 )

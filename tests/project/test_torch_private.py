@@ -570,6 +570,19 @@ def test_process_groups_tell_about_themselves(group: Any) -> None:
     assert not torch_private.is_open(None)
 
 
+def test_gloo_can_be_opened_beside_torchs_groups(group: Any) -> None:
+    store, timeout = distributed.HashStore(), timedelta(seconds=9)
+    opened = torch_private.open_gloo(store, rank=0, size=1, timeout=timeout)
+    tensor = torch.ones(2)
+    opened.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (opened.rank(), opened.size()) == (0, 1)
+    assert torch_private.timeout_of(opened) == timeout
+    assert opened.get_group_store() is not None
+    assert torch_private.is_open(group)
+    assert not torch_private.is_open(opened)
+
+
 def test_many_tensors_are_broadcast_at_once(group: Any) -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     torch_private.broadcast_coalesced(group, tensors, 1024, 0)

@@ -4,6 +4,8 @@ import functools
 import itertools
 import pickle
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline import torch_private
 from paceline.comm import python_groups
 from paceline.comm.backend.process_group import PacelineGroup
-from paceline.comm.host_leaders import HostLeaders, open_process_group
+from paceline.comm.host_leaders import HostLeaders
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, WorkPending
 from paceline.comm.shm.local_ranks import LocalRanks
@@ -29,6 +31,8 @@ _CHUNK_BYTES = 256 * 1024
 # Numbers the Groups of one process group in the order in which they are made, the same on every rank. Ranks
 # may be threads of one process.
 _group_numbers: dict[tuple[str, int], "itertools.count[int]"] = {}
+# How many groups of the same members were opened from a process group: the same number on each of them.
+_opened: "weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
 _CPU = torch.device("cpu")
 
 
@@ -38,6 +42,7 @@ class Group:
     Args:
         process_group: any ``torch.distributed.ProcessGroup``. Its name, store, timeout and backend are used
             if it has them; without a store, errors do not say which ranks are missing, nor why.
+        is_ours: whether a Group opened it, so that torch.distributed does not know it.
 
     Attributes:
         name: torch's name for the group, or one that only this process knows.
@@ -47,8 +52,9 @@ class Group:
         peer_notes: notes that ranks leave for each other when something goes wrong.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, *, is_ours: bool = False) -> None:
         self.process_group = process_group
+        self._is_ours = is_ours
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.name = python_groups.name_of(process_group)
@@ -60,9 +66,8 @@ class Group:
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
         number = next(_group_numbers.setdefault((self.name, self.rank), itertools.count()))
-        self.peer_notes = PeerNotes(
-            process_group.get_group_store(), f"{self.name}/{number}", rank=self.rank, size=self.size
-        )
+        self._store = process_group.get_group_store()
+        self.peer_notes = PeerNotes(self._store, f"{self.name}/{number}", rank=self.rank, size=self.size)
 
     @property
     def backend(self) -> str:
@@ -120,7 +125,7 @@ class Group:
         Args:
             nbytes: how much shared memory each rank will need.
         """
-        if self.size == 1 or not self._is_known or self._wants_calls:
+        if self.size == 1 or not (self._is_known or self._is_ours) or self._wants_calls:
             return
         if (local_ranks := local_ranks_of(self.process_group, self)) is None:
             return
@@ -142,8 +147,8 @@ class Group:
             return
         host, problem = None, ""
         try:
-            host = Group(self._open(range(self.size)))
-        except RuntimeError as error:  # gloo finds no network
+            host = Group(self._open(range(self.size)), is_ours=True)
+        except RuntimeError as error:  # as when gloo finds no network
             problem = str(error)
         problems = self.gather_objects(problem, device)
         if host is None or any(problems):
@@ -169,10 +174,25 @@ class Group:
         None if this rank is no host leader, or if there is one host.
         """
         ranks = None if self._local_ranks is None else self._local_ranks.leader_ranks
-        return None if ranks is None else Group(self._open(ranks))
+        return None if ranks is None else Group(self._open(ranks), is_ours=True)
 
     def _open(self, ranks: Sequence[int]) -> Any:
-        return open_process_group([self.global_ranks[rank] for rank in ranks], self.timeout)
+        """Open a process group of some of the ranks, on gloo; only those ranks call this, all at once.
+
+        It ends with whoever holds it.
+        """
+        if self._store is None:
+            raise RuntimeError("the process group has no store where they could meet")
+        members = tuple(ranks)
+        opened = _opened.setdefault(self.process_group, Counter())
+        opened[members] += 1
+        name = f"paceline/{members}/{opened[members]}"
+        return torch_private.open_gloo(
+            distributed.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # in no __all__ of torch
+            rank=members.index(self.rank),
+            size=len(members),
+            timeout=self.timeout,
+        )
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what will be reduced: shared memory if there is any."""

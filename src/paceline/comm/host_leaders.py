@@ -65,8 +65,3 @@ class LeadersPending(WorkPending):
                     f"the reduction between hosts failed (ranks: {list(self._ranks)}, {error})"
                 ) from error
             raise  # from on_slow
-
-
-def open_process_group(ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Open a process group of some ranks of the default group; only those ranks call this, all at once."""
-    return distributed.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout)

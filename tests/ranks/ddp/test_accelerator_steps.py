@@ -3,6 +3,8 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,3 +230,36 @@ def meet_later(rank: int) -> None:
 
 def test_ranks_that_change_report_on_the_device_whoever_was_there_at_first() -> None:
     run_ranks(meet_later, 2)
+
+
+def some_and_all(rank: int) -> None:
+    """Ranks 0 and 1 have opened more groups than rank 2 when all three meet."""
+    toy.register()
+    timeout = timedelta(seconds=10)
+    some, everyone = toy.new_group([0, 1], timeout), toy.new_group(timeout=timeout)
+    if rank < 2:
+        DistributedDataParallel(layers().to("toy:0"), process_group=some)
+    ddp = DistributedDataParallel(layers().to("toy:0"), process_group=everyone)
+    assert ddp._group.host is not None
+    ddp(rows(rank, 0).to("toy:0")).sum().backward()
+
+
+def test_ranks_meet_on_the_host_whatever_groups_each_has_opened_before() -> None:
+    run_ranks(some_and_all, 3)
+
+
+def open_files(rank: int) -> list[int]:
+    toy.register()
+    group = toy.new_group()
+    counts = []
+    for _ in range(4):
+        ddp = DistributedDataParallel(layers().to("toy:0"), process_group=group)
+        ddp(rows(rank, 0).to("toy:0")).sum().backward()
+        del ddp
+        counts.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    return counts
+
+
+def test_a_wrapper_that_is_gone_leaves_no_connections_behind() -> None:
+    for first, *later in run_ranks(open_files, 2):
+        assert later == [first] * 3
