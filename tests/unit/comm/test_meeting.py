@@ -295,5 +295,6 @@ def test_who_has_told_others_does_not_join_their_meeting(monkeypatch: pytest.Mon
     assert joined == first._joined
     one = come(meeting(1, None, port=port, joined=joined))  # while the first store is still there
     first.close()
-    meeting(0, None, port=port).call_the_roll()
+    again = meeting(0, None, port=port)  # its store must stay until rank 1 has read the verdict
+    again.call_the_roll()
     one.result(5.0)

@@ -140,8 +140,9 @@ class GradHooks:
 
     def new(self) -> list[int]:
         """Slots whose gradients have arrived since the last call, in order."""
-        first, self._seen = self._seen, len(self._arrived)
-        new, before = self._arrived[first:], self._last[first : self._seen]
+        first, new = self._seen, self._arrived[self._seen :]
+        self._seen += len(new)  # there may be more by now: several devices have several threads
+        before = self._last[first : self._seen]
         if len(before) == len(new) and all(
             map(is_, new, before)
         ):  # as usual, and faster than looking them up
