@@ -241,7 +241,8 @@ class Readiness:
             most: the largest number of arrivals in between.
         """
         ends = {arrivals for arrivals, _ in self._last_full}
-        found, since = set(), 0
+        # Also those that have not arrived: in the first step too, their memory is needed for what follows.
+        found, since = {slot for slot, large in enumerate(is_large) if large}, 0
         for arrivals, slot in enumerate(self._last_arrivals, start=1):
             since += 1
             if is_large[slot] or arrivals in ends or since == most:
