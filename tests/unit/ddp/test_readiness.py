@@ -210,11 +210,11 @@ def test_there_is_something_to_do_where_a_bucket_is_full_or_a_gradient_large_or_
     readiness = Readiness(BucketPlan(((0, 1, 2, 3), (4, 5))), 6)
     readiness.mark([5, 0, 2, 1, 3, 4])
     readiness.learn()
-    assert readiness.pauses(bytearray(6), most=10) == {3, 4}
-    assert readiness.pauses(bytearray(b"\0\0\1\0\0\0"), most=10) == {2, 3, 4}
-    assert readiness.pauses(bytearray(6), most=2) == {0, 1, 3, 4}
+    assert readiness.slots_to_act_on(bytearray(6), most=10) == {3, 4}
+    assert readiness.slots_to_act_on(bytearray(b"\0\0\1\0\0\0"), most=10) == {2, 3, 4}
+    assert readiness.slots_to_act_on(bytearray(6), most=2) == {0, 1, 3, 4}
     never_run = Readiness(BucketPlan(((0, 1, 2), (3,))), 4)
-    assert never_run.pauses(bytearray(b"\0\1\0\1"), most=1) == {1, 3}
+    assert never_run.slots_to_act_on(bytearray(b"\0\1\0\1"), most=1) == {1, 3}
 
 
 def test_buckets_are_launched_in_plan_order_and_the_reports_last() -> None:

@@ -233,7 +233,7 @@ class Readiness:
         self._remember(self._arrivals, other._last_used)
         self.begin(bytearray(len(self._expected)))
 
-    def pauses(self, is_large: Sequence[int], most: int) -> set[int]:
+    def slots_to_act_on(self, is_large: Sequence[int], most: int) -> set[int]:
         """Slots at whose arrival there is something to do, if arrivals are those of the last step.
 
         Args:

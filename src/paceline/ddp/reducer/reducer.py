@@ -512,5 +512,5 @@ class Reducer:
         else:
             on_cpu = any(parameter.device.type == "cpu" for parameter in self.context.parameters.local)
             most = MOST_SMALL if on_cpu else len(slots)
-            pauses = self.context.readiness.pauses(self.context.bucket_set.is_large, most)
-            self.grad_hooks.follow(slots, chosen=pauses)
+            is_large = self.context.bucket_set.is_large
+            self.grad_hooks.follow(slots, chosen=self.context.readiness.slots_to_act_on(is_large, most))
