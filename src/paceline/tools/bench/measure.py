@@ -185,8 +185,9 @@ def busy_processes(count: int) -> Iterator[list[int]]:
     with ExitStack() as stack:
         started = []
         for _ in range(count):
-            # In a session of their own: an interrupt from the terminal is for this process, which ends them.
-            process = stack.enter_context(subprocess.Popen(command, start_new_session=True))  # noqa: S603
+            # A process group each: an interrupt from the terminal is for this process, which ends them. Not a
+            # session each: Linux (autogroup) would share the cores among sessions, and ranks are in one.
+            process = stack.enter_context(subprocess.Popen(command, process_group=0))  # noqa: S603
             stack.callback(process.kill)  # called before the process is waited for
             started.append(process.pid)
         yield started
