@@ -18,11 +18,10 @@ from torch import Tensor, distributed
 from paceline.comm.group import Group
 from paceline.comm.shm import libc
 from paceline.comm.shm.channel import Channel, _channels, end_threads
-from paceline.comm.shm.collective import MAX_IN_FLIGHT
+from paceline.comm.shm.collective import MAX_IN_FLIGHT, STAGING_BUFFERS, Until
 from paceline.comm.shm.collectives import Barrier, BroadcastBytes, OneShotReduce
 from paceline.comm.shm.in_place import TwoShotAllReduce
 from paceline.comm.shm.local_ranks import find_local_ranks
-from paceline.comm.shm.stages import Until
 from paceline.errors import CollectiveError, LateRankError, LostRankError, UnmatchedError
 from paceline.testing import RankPool, run_ranks
 
@@ -76,6 +75,30 @@ def staging_comes_and_goes(rank: int) -> None:
         channel.release_staging()
         channel.run(Barrier(channel))
         assert os.fstat(segment.file).st_blocks == before
+
+
+def broadcast_ahead(rank: int) -> None:
+    [channel] = channels(1)
+    numbers = range(STAGING_BUFFERS)
+    tensors = [torch.full((5,), number if rank == 0 else 77, dtype=torch.uint8) for number in numbers]
+    if rank:
+        distributed.barrier()  # the source comes here first
+    for tensor in tensors:
+        channel.run(BroadcastBytes(channel, tensor, root=0))
+        if rank == 0:
+            tensor.fill_(88)
+    if rank == 0:
+        distributed.barrier()
+    # From now on the source has to wait until the others have read.
+    for number in range(3 * STAGING_BUFFERS):
+        tensor = torch.full((5,), number if rank == 0 else 77, dtype=torch.uint8)
+        channel.run(BroadcastBytes(channel, tensor, root=0))
+        assert (tensor == number).all()
+    assert [tensor[0].item() for tensor in tensors] == ([88] * STAGING_BUFFERS if rank == 0 else [*numbers])
+
+
+def test_the_source_of_a_broadcast_waits_for_nobody(ranks: RankPool) -> None:
+    ranks.run(broadcast_ahead)
 
 
 def test_staging_buffers_are_released_and_reserved_again(ranks: RankPool) -> None:

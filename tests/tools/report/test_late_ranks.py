@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
@@ -28,14 +29,14 @@ class Slow(nn.Module):
         return self.layers(x).square().mean()
 
 
-def train(rank: int, folder: Path, buffers: bool) -> None:
+def train(rank: int, folder: Path, buffers: bool, late_rank: int = 1) -> None:
     net = Slow()
     if buffers:
         net.layers.append(nn.BatchNorm1d(4))
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(STEPS):
-        late = SECONDS if rank == 1 and step >= SINCE else 0.0
+        late = SECONDS if rank == late_rank and step >= SINCE else 0.0
         if buffers:  # in place of loading data
             time.sleep(late)
         optimizer.zero_grad()
@@ -62,10 +63,12 @@ def test_a_rank_that_is_slow_in_forward_is_named(pool: RankPool, tmp_path: Path)
     assert "Rank 1 is a straggler" in output
 
 
-def test_a_rank_with_slow_data_is_named_where_buffers_are_synchronised(
-    pool: RankPool, tmp_path: Path
+# Others wait for rank 0's buffers before forward, while rank 0 waits for nobody before the end of backward.
+@pytest.mark.parametrize(("late_rank", "point"), [(0, "the start of forward"), (1, "the end of backward")])
+def test_a_rank_with_slow_data_is_named_where_others_wait_for_it(
+    pool: RankPool, tmp_path: Path, late_rank: int, point: str
 ) -> None:
-    pool.run(train, tmp_path, True)
+    pool.run(train, tmp_path, True, late_rank)
     found = current_straggler(tmp_path)
-    expected = (1, "data loading and other", "the start of forward")
+    expected = (late_rank, "data loading and other", point)
     assert (found.rank, found.slow_part, found.sync_point) == expected

@@ -21,12 +21,19 @@ import torch
 from paceline.comm.pending import OnSlow, Pending
 from paceline.comm.shm.arena import Arena, Span
 from paceline.comm.shm.claims import SliceClaims, claims_bytes, make_claims
-from paceline.comm.shm.collective import MAX_IN_FLIGHT, Collective, Headers, Launched, headers_bytes
+from paceline.comm.shm.collective import (
+    MAX_IN_FLIGHT,
+    Collective,
+    Headers,
+    Launched,
+    Until,
+    headers_bytes,
+)
 from paceline.comm.shm.peer_failures import PeerFailures, WaitTimer
 from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import CHANNELS, RankLocks, Segment, round_up
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
-from paceline.comm.shm.stages import Awaited, Stages, Until
+from paceline.comm.shm.stages import Awaited, Stages
 from paceline.errors import CollectiveError
 
 T = TypeVar("T")
@@ -128,7 +135,7 @@ class Channel:
 
     def is_over(self, launched: Launched) -> bool:
         """Whether a collective is over, as far as this rank has seen."""
-        return launched.end <= self._stages.count(_until(launched))
+        return launched.end <= self._stages.count(launched.until)
 
     def advance(self) -> None:
         """Do what can be done without waiting for anyone."""
@@ -159,7 +166,7 @@ class Channel:
         ``on_slow`` is called from time to time if that takes long, and may raise. The timeout is the
         channel's, unless another is given.
         """
-        self._wait_for(launched.end, _until(launched), on_slow=on_slow, timeout=timeout)
+        self._wait_for(launched.end, launched.until, on_slow=on_slow, timeout=timeout)
 
     def run(self, collective: Collective) -> None:
         """Launch a collective and wait for it."""
@@ -282,10 +289,6 @@ class Channel:
                         channel.advance()
                 finally:
                     channel._lock.release()
-
-
-def _until(launched: Launched) -> Until:
-    return Until.OVER if launched.awaits_done else Until.HAS_RESULT
 
 
 def make_channel(segment: Segment, number: int, size: int) -> None:

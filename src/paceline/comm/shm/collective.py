@@ -12,6 +12,7 @@ import ctypes
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
 
 import torch
@@ -32,6 +33,15 @@ IN_PLACE = -1
 _HEADER = struct.Struct("<qq112s")
 
 
+class Until(Enum):
+    """How far a chunk must have come: see Note [Over and done] in stages.py."""
+
+    READY = auto()
+    HAS_RESULT = auto()
+    OVER = auto()
+    ALL_DONE = auto()
+
+
 class Collective(ABC):
     """One rank's part in one collective.
 
@@ -39,7 +49,7 @@ class Collective(ABC):
         text: what it is, the same on every rank.
         chunks: the number of its chunks, the same on every rank.
         span: where this rank's tensor is in shared memory; None if it has to be copied to staging buffers.
-        awaits_done: whether it is over only when every rank is done with it.
+        until: how far its chunks must have come when a rank has waited for it.
         has_slices: whether ``reduce_slice`` is called instead of ``exchange``, by any rank for any slice; the
             same on every rank. See Note [Help] in claims.py.
     """
@@ -47,7 +57,7 @@ class Collective(ABC):
     text: str
     chunks: int = 1
     span: Span | None = None
-    awaits_done: bool = False
+    until: Until = Until.HAS_RESULT
     has_slices: bool = False
 
     @abstractmethod
@@ -79,7 +89,7 @@ class Launched:
         collective: the collective; None once this rank has nothing more to do in it, so that it lets go of
             its tensors.
         text: what it is.
-        awaits_done: whether it is over only when every rank is done with it.
+        until: how far its chunks must have come when a rank has waited for it.
         number: its number among the channel's collectives.
         first: the number of its first chunk among all chunks of the channel.
         end: the number of the chunk that follows its last one.
@@ -91,7 +101,7 @@ class Launched:
     segment: Segment
     collective: Collective | None
     text: str
-    awaits_done: bool
+    until: Until
     number: int
     first: int
     end: int

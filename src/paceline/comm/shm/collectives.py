@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import Collective, Launched
+from paceline.comm.shm.collective import Collective, Launched, Until
 from paceline.errors import CollectiveError, ShapeError
 
 # Combines the second tensor into the first; the order in which two are given must not matter.
@@ -152,6 +152,8 @@ class BroadcastBytes(_Staged):
         super().__init__(channel, plan, sources=[root])
         self._bytes = data
         self._root = root
+        if self._rank == root:
+            self.until = Until.READY  # nothing comes back
 
     def copy_in(self, chunk: int, views: Launched) -> None:
         """Copy to the staging buffer."""
@@ -280,7 +282,7 @@ class UnevenAllToAll(Collective):
     """
 
     text = "all_to_all with split sizes"
-    awaits_done = True  # the block is read until then
+    until = Until.OVER  # the block is read until then
 
     def __init__(self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self._rank = channel.rank

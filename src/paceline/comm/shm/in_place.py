@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched
+from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched, Until
 from paceline.comm.shm.collectives import ReduceFunction, chunk_count
 
 # Begins to combine a tensor with those of other hosts, in place.
@@ -39,7 +39,7 @@ class TwoShotAllReduce(Collective):
             and all ranks have one.
     """
 
-    awaits_done = True
+    until = Until.OVER
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class ReduceScatterSlices(_SliceCollective):
 class AllGatherSlices(_SliceCollective):
     """Each rank writes its slices into the tensors of all ranks."""
 
-    awaits_done = True
+    until = Until.OVER
 
     def __init__(self, channel: Channel, tensor: Tensor, part: Tensor, slices: Sequence[Slice]) -> None:
         super().__init__(channel, "all_gather of slices", tensor, part, slices)

@@ -8,13 +8,13 @@ in the same order on every rank, so the number of signals that have come is all 
 Note [Over and done]. A chunk is over for a rank when its result is there and nobody touches the rank's tensor
 any more. Usually that is when all ranks are done. But a rank that has helped another knows that its slice is
 final before the other rank has looked. What the others have yet to read, the header and the claims, is kept
-until they are done.
+until they are done. A rank that only gives something away, as the source of a broadcast does, waits until its
+part is ready, and not until anybody has read it.
 """
 
 import time
 from collections import deque
 from collections.abc import Sequence, Set
-from enum import Enum, auto
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.arena import Span
@@ -26,6 +26,7 @@ from paceline.comm.shm.collective import (
     Collective,
     Headers,
     Launched,
+    Until,
     encoded,
 )
 from paceline.comm.shm.peer_failures import PeerFailures
@@ -34,14 +35,6 @@ from paceline.comm.shm.semaphores import Signal
 
 # How many seconds to sleep while another rank reduces this rank's slice: not longer than that takes.
 _HELPED_SLEEP = 0.0001
-
-
-class Until(Enum):
-    """How far a chunk must have come: see Note [Over and done]."""
-
-    HAS_RESULT = auto()
-    OVER = auto()
-    ALL_DONE = auto()
 
 
 class Awaited:
@@ -189,7 +182,7 @@ class Stages:
             self._segment,
             collective,
             collective.text,
-            collective.awaits_done,
+            collective.until,
             number,
             first,
             first + collective.chunks,
@@ -232,7 +225,9 @@ class Stages:
         """How many chunks have come so far."""
         if until is Until.OVER:
             return self.over
-        return self._distributed if until is Until.HAS_RESULT else self.done
+        if until is Until.HAS_RESULT:
+            return self._distributed
+        return self._ready if until is Until.READY else self.done
 
     def awaited(self, until: Until) -> Awaited | Pending | None:
         """What has to come next; None if it has just come."""
@@ -345,7 +340,7 @@ class Stages:
         self._distributed += 1
         if self._distributed == launched.end:
             self._undistributed.popleft()
-            if not launched.awaits_done:
+            if launched.until is not Until.OVER:
                 launched.collective = None
         self._done_signal.post()
         return True

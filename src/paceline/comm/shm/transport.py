@@ -112,10 +112,11 @@ class SharedMemoryTransport:
     def _broadcast_on_host(self, tensors: Sequence[Tensor], source: int) -> None:
         small = []
         for tensor in tensors:
-            if tensor.nbytes < _LARGE_BYTES or not tensor.is_contiguous():
-                small.append(tensor)
-            else:
+            is_large = tensor.nbytes >= _LARGE_BYTES or len(tensors) == 1
+            if is_large and tensor.is_contiguous():
                 self._channel.run(BroadcastBytes(self._channel, as_bytes(tensor), root=source))
+            else:
+                small.append(tensor)
         if small:
             self._broadcast_together(small, source)
 
