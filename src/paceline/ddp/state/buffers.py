@@ -1,8 +1,10 @@
 """Module buffers: kept equal on all ranks."""
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.tensors.dtensor import local_of
-from paceline.torch_private import buffers_of, preserve_version_counter
+from paceline.torch_private import buffers_of, foreach_copy_, preserve_version_counter
 
 # After this many steps without a change on any rank, buffers count as constant.
 _STEPS_UNTIL_CONSTANT = 3
+# No element of a tensor is longer, in bytes.
+_ALIGNMENT = 16
 
 
 class BufferHookLocation(Enum):
@@ -79,7 +83,7 @@ class ModuleBuffers:
         self._module = module
         self._ignored = ignored
         self.settings = settings or BufferSettings()
-        self._last_synced: list[_Buffer] | None = None
+        self._last_synced: _SyncedBuffers | None = None
         self._unchanged_steps = 0
         self.hook: BufferHook | None = None
         self.source = 0
@@ -103,8 +107,8 @@ class ModuleBuffers:
         if self._last_synced is None:
             return False
         # While they are broadcast, each forward looks for new ones.
-        added = self.constant and len(self._find()) != len(self._last_synced)
-        return added or any(buffer.changed() for buffer in self._last_synced)
+        added = self.constant and len(self._find()) != len(self._last_synced.found)
+        return added or self._last_synced.changed()
 
     def will_sync(self, location: BufferHookLocation | None = None) -> bool:
         """Whether the next forward makes buffers equal; given a location, whether it does so there."""
@@ -130,50 +134,101 @@ class ModuleBuffers:
 
     def _broadcast(self, group: Group) -> None:
         found = self._find()
-        broadcast_in_place(
-            group,
-            [each.buffer for each in found],
-            source=self.source,
-            bytes_at_once=self.settings.bytes_at_once,
-        )
-        for each in found:
-            each.remember()
-        self._last_synced = found
+        if self._last_synced is None or not self._last_synced.are(found):
+            self._last_synced = _SyncedBuffers(found)
+        self._last_synced.broadcast(group, source=self.source, bytes_at_once=self.settings.bytes_at_once)
         self.any = bool(found)
 
-    def _find(self) -> list["_Buffer"]:
-        found: dict[int, _Buffer] = {}
+    def _find(self) -> list["_Found"]:
+        found: dict[int, _Found] = {}
         for prefix, module in self._module.named_modules():
-            for name, buffer in buffers_of(module).items():
+            if not (buffers := buffers_of(module)):
+                continue
+            for name, buffer in buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is not None and full not in self._ignored:
-                    found.setdefault(id(buffer), _Buffer(buffers_of(module), name, buffer))
+                    found.setdefault(id(buffer), _Found(buffers, name, buffer))
         return list(found.values())
 
 
-class _Buffer:
-    """A buffer, where it was found, and the values it had: its version misses writes through ``.data``."""
+class _Found(NamedTuple):
+    """A buffer, and where it was found."""
 
-    def __init__(self, owner: dict[str, Tensor | None], name: str, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self._owner = owner
-        self._name = name
-        self._values: Tensor | None = None
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
 
-    def remember(self) -> None:
-        local = local_of(self.buffer).detach()
-        # To compare an accelerator's, the host would have to wait for the device.
-        self._values = local.clone() if local.device.type == "cpu" else None
+
+class _SyncedBuffers:
+    """Buffers that were made equal, and the values that they had then.
+
+    Those in host memory travel in one flat tensor, which keeps the values: a buffer's version would miss
+    writes through ``.data``. To compare those on an accelerator, the host would have to wait for the device.
+
+    Args:
+        found: the buffers.
+    """
+
+    def __init__(self, found: Sequence[_Found]) -> None:
+        self.found = found
+        self._layouts = [*map(_layout, found)]
+        local = [local_of(each.buffer) for each in found]
+        self._on_host = [tensor.device.type == "cpu" for tensor in local]
+        on_host = list(compress(local, self._on_host))
+        starts = [*accumulate((_padded(tensor.nbytes) for tensor in on_host), initial=0)]
+        self._flat = torch.empty(starts[-1], dtype=torch.uint8)
+        self._values = [
+            self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, on_host, strict=False)
+        ]
+
+    def are(self, found: Sequence[_Found]) -> bool:
+        """Whether these are the same buffers, and none was given data of another shape or type."""
+        return [*map(_layout, found)] == self._layouts
+
+    def broadcast(self, group: Group, *, source: int, bytes_at_once: int) -> None:
+        """Make them equal to those of one rank."""
+        local = [local_of(each.buffer) for each in self.found]
+        on_host = list(compress(local, self._on_host))
+        with _unnoticed(local):
+            if on_host and group.rank == source:
+                foreach_copy_(self._values, on_host)
+            if on_host:
+                group.broadcast([self._flat], source=source, bytes_at_once=bytes_at_once)
+            if on_host and group.rank != source:
+                foreach_copy_(on_host, self._values)
+            others = [tensor for tensor, is_host in zip(local, self._on_host, strict=True) if not is_host]
+            group.broadcast(others, source=source, bytes_at_once=bytes_at_once)
 
     def changed(self) -> bool:
-        if self._values is None:
+        """Whether one was replaced, or has other values."""
+        if not all(self._on_host) or any(each.owner.get(each.name) is not each.buffer for each in self.found):
             return True
-        replaced = self._owner.get(self._name) is not self.buffer
-        return replaced or not torch.equal(local_of(self.buffer), self._values)
+        return not all(
+            torch.equal(local_of(each.buffer), values)
+            for each, values in zip(self.found, self._values, strict=True)
+        )
+
+
+def _layout(found: _Found) -> tuple[int, torch.dtype, torch.Size, torch.device]:
+    buffer = found.buffer
+    return id(buffer), buffer.dtype, buffer.shape, buffer.device
+
+
+def _padded(nbytes: int) -> int:
+    """A length after which elements of any type are aligned."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@contextlib.contextmanager
+def _unnoticed(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Write to tensors that autograd may have saved, without autograd noticing a change."""
+    with torch.no_grad(), preserve_version_counter(tuple(tensors)):
+        yield
 
 
 def broadcast_in_place(group: Group, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
     """Write one rank's values to tensors that autograd may have saved, without autograd noticing a change."""
     local = [local_of(tensor) for tensor in tensors]
-    with torch.no_grad(), preserve_version_counter(tuple(local)):
+    with _unnoticed(local):
         group.broadcast(local, source=source, bytes_at_once=bytes_at_once)
