@@ -53,6 +53,61 @@ def it_is_an_accelerator_with_two_indexes() -> None:
         torch.ones(2, device="toy:0") + torch.ones(2)
 
 
+class Mixed(nn.Module):
+    """Many small tensors, a large one, one of another type, and one of other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+        self.large = nn.Parameter(torch.randn(1 << 18, 2))
+        self.bias64 = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("shift", torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layers(x) * self.scale + self.shift + self.bias64.float()
+        return out.sum() + self.large[:10].sum() + self.conv(x.new_ones(1, 2, 3, 3)).sum()
+
+
+@on_toy
+def small_tensors_of_replicas_travel_together() -> None:
+    module, x = Mixed(), torch.randn(4, 5)
+    with toy.counting() as there:
+        replicas = parallel.replicate(module, ["toy:0", "toy:1"])
+    # For each device: small parameters, a large one, a double, a strided one, the buffers.
+    assert there.host_copies == 2 * 5, there
+    assert [name for name, _ in replicas[0].named_parameters()] == [n for n, _ in module.named_parameters()]
+    for replica in replicas:
+        for ours, theirs in zip(replica.parameters(), module.parameters(), strict=True):
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours.cpu(), theirs)
+        replica.shift.add_(1)  # does not count as a change of the others
+    with toy.counting() as back:
+        sum(replica(x.to(replica.shift.device)).cpu() for replica in replicas).backward()
+    assert back.reads == 2 + 2 * 4, back  # the outputs; small gradients, a large one, a double, a strided one
+    reference = copy.deepcopy(module)
+    reference.zero_grad()
+    for _ in replicas:
+        reference(x).backward()
+    assert_same_gradients(module, reference)
+
+
+@on_toy
+def gradients_of_gradients_go_through_copies_of_small_tensors() -> None:
+    module, x = net().to("toy:0"), batch().to("toy:1")
+    [replica] = parallel.replicate(module, ["toy:1"])
+    output = replica(x).square().sum()
+    grads = torch.autograd.grad(output, [*module.parameters()], create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    reference, plain = net(), batch()
+    reference.load_state_dict({name: value.cpu() for name, value in module.state_dict().items()})
+    plain.copy_(x.cpu())
+    grads = torch.autograd.grad(reference(plain).square().sum(), [*reference.parameters()], create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    assert_same_gradients(module, reference)
+
+
 @on_toy
 def each_thread_has_its_own_current_index() -> None:
     module = toy.register()

@@ -181,7 +181,13 @@ def _moved(
     tensors: Iterable[torch.Tensor], device: torch.device, known: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """Detached copies of the tensors on other devices that are not among the known ones, by id."""
-    return {id(t): dev.send(t.detach(), device) for t in tensors if t.device != device and id(t) not in known}
+    away = {id(t): t for t in tensors if t.device != device and id(t) not in known}
+    return dict(zip(away, _copies([*away.values()], device), strict=True))
+
+
+def _copies(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Detached copies; those of tensors on this device share their memory."""
+    return dev.send_together([tensor.detach() for tensor in tensors], [device] * len(tensors))
 
 
 def _cloned(buffers: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
@@ -221,21 +227,38 @@ class BroadcastToReplicas(torch.autograd.Function):
         """The copies of all tensors for the first device, then for the second, and so on."""
         ctx.set_materialize_grads(False)
         ctx.tensors = tensors  # for the shapes of gradients that never came
-        return tuple(dev.send(tensor.detach(), device) for device in devices for tensor in tensors)
+        return tuple(copy for device in devices for copy in _copies(tensors, device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The sums, each on its tensor's device."""
         count = len(ctx.tensors)
-        return (None, *(_sum(gradients[i::count], tensor) for i, tensor in enumerate(ctx.tensors)))
+        moved = [_moved_back(gradients[i : i + count], ctx.tensors) for i in range(0, len(gradients), count)]
+        return (None, *map(_sum, zip(*moved, strict=True), ctx.tensors))
 
 
-def _sum(gradients: tuple[torch.Tensor | None, ...], like: torch.Tensor) -> torch.Tensor:
+def _moved_back(
+    gradients: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """One replica's gradients, on the devices of the tensors that they belong to."""
+    if torch.is_grad_enabled():  # somebody will differentiate again
+        return [
+            None if gradient is None else dev.send(gradient, tensor.device)
+            for gradient, tensor in zip(gradients, tensors, strict=True)
+        ]
+    present = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    moved = [*gradients]
+    sent = dev.send_together([gradients[at] for at in present], [tensors[at].device for at in present])  # type: ignore[misc]
+    for at, gradient in zip(present, sent, strict=True):
+        moved[at] = gradient
+    return moved
+
+
+def _sum(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
     total: torch.Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
-            moved = dev.send(gradient, like.device)
-            total = moved if total is None else _add(total, moved)
+            total = gradient if total is None else _add(total, gradient)
     return torch.zeros_like(like) if total is None else total
 
 

@@ -6,7 +6,7 @@ devices registered from outside torch. For a device without streams (the CPU, MP
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ CPU = torch.device("cpu")
 
 # These types always exist, and have neither an index to choose nor streams.
 _WITHOUT_INDEX = frozenset({"cpu", "meta"})
+# Up to this many bytes a tensor is copied together with others: a copy of its own would mostly be overhead.
+_SMALL_BYTES = 1 << 20
 
 
 def resolve(device: DeviceLike) -> torch.device:
@@ -121,6 +123,38 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # The copy's memory belongs to the side stream: it must not be reused while the consumer reads it.
     copy.record_stream(consumer)
     return copy
+
+
+def send_together(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Copy each tensor to its device, many small ones by one copy; returns those that are there themselves.
+
+    The copies have versions and strides of their own, but small ones share a storage. This is not
+    differentiable.
+    """
+    sent = [*tensors]
+    together: dict[tuple[torch.device, torch.device, torch.dtype], list[int]] = {}
+    for at, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
+        if tensor.device != device and _is_small(tensor):
+            together.setdefault((tensor.device, device, tensor.dtype), []).append(at)
+        else:
+            sent[at] = send(tensor, device)
+    for (_, device, _), members in together.items():
+        few = [tensors[at] for at in members]
+        flat = send(torch.cat([tensor.view(-1) for tensor in few]), device)
+        parts = flat.split([tensor.numel() for tensor in few])
+        for at, tensor, part in zip(members, few, parts, strict=True):
+            sent[at] = part.view(tensor.shape).data  # not a view to autograd, which would tie their versions
+    return sent
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is _plain_type(tensor.device.type) and tensor.layout is torch.strided
+    return is_plain and tensor.is_contiguous() and tensor.nbytes <= _SMALL_BYTES
+
+
+@functools.cache
+def _plain_type(device_type: str) -> type[torch.Tensor]:
+    return type(torch.empty(0, device=device_type))
 
 
 @functools.cache
