@@ -191,8 +191,8 @@ class DenseBucket:
         """
         if 1 in batch.pick(self._copied):
             batch = self._batch(at for at in (*batch.small, *batch.large) if not self._copied[at])
-        self._make_writable(batch.small)
-        self._make_writable(batch.large)
+        if not self._is_writable or self._accumulated_in:
+            self._make_writable((*batch.small, *batch.large))
         if batch.small:
             grads: list[Any] = [member.grad for member in batch.pick(self._members)]
             try:

@@ -31,11 +31,10 @@ class _Arrived(list[Trained]):
     The first call of a backward runs ``on_grads``. From then on it is a _Noting, until it is cleared.
     """
 
-    def __init__(
-        self, on_grads: "weakref.WeakMethod[Callable[[], None]]", in_graph: Callable[[Tensor], None]
-    ):
+    def __init__(self, on_grads: Callable[[], None], in_graph: Callable[[Tensor], None]):
         super().__init__()
-        self.on_grads = on_grads
+        # A WeakMethod would make the method anew for each call.
+        self.owner, self.on_grads = weakref.ref(on_grads.__self__), on_grads.__func__  # type: ignore[attr-defined]
         self.in_graph = in_graph
 
     @traced_as(lambda self, parameter: self.in_graph(parameter))
@@ -43,8 +42,8 @@ class _Arrived(list[Trained]):
     def __call__(self, parameter: Trained) -> None:
         self.append(parameter)
         self.__class__ = _Noting
-        if (on_grads := self.on_grads()) is not None:
-            on_grads()
+        if (owner := self.owner()) is not None:
+            self.on_grads(owner)
 
 
 class _Noting(_Arrived):
@@ -85,21 +84,22 @@ class GradHooks:
         self._hooks_per_parameter: list[dict[int, object]] = []
         self.nested = False
         self.removed = False
-        self._arrived = _Arrived(weakref.WeakMethod(on_grads), in_graph)
+        self._arrived = _Arrived(on_grads, in_graph)
         self._seen = 0
         self._last: list[Trained] = []  # what arrived in the last backward
         self._last_slots: list[int] = []
         self._on_chosen = self._make_hook(in_graph)
 
     def _make_hook(self, in_graph: Callable[[Tensor], None]) -> "Callable[[Trained], None]":
-        append, weak_on_grads = self._arrived.append, self._arrived.on_grads
+        arrived = self._arrived
+        append, weak_owner, on_grads = arrived.append, arrived.owner, arrived.on_grads
 
         @traced_as(in_graph)
         @untraced_with_calls
         def on_grad(parameter: Trained) -> None:
             append(parameter)
-            if (on_grads := weak_on_grads()) is not None:
-                on_grads()
+            if (owner := weak_owner()) is not None:
+                on_grads(owner)
 
         return on_grad
 
