@@ -6,7 +6,7 @@ import pickle
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.comm.host_leaders import HostLeaders
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, WorkPending
 from paceline.comm.shm.local_ranks import LocalRanks
-from paceline.comm.shm.transport import SharedMemoryTransport, local_ranks_of
+from paceline.comm.shm.transport import SharedMemoryPending, SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, StepError, WrapError
 
 # Long messages of bytes are sent in chunks. When they are sent whole, in both directions at once,
@@ -224,6 +224,19 @@ class Group:
             return self.shared.all_reduce(tensor)
         work = self.process_group.allreduce([tensor], self._sum)
         return WorkPending(work, tensor, self._read_timeout, drops_failures=self.may_change)
+
+    def change(self, pending: Pending, change: Callable[[], None]) -> bool:
+        """Change what this rank has given to a reduction for which other ranks are late.
+
+        Returns:
+            False if all ranks have come, so that the reduction ends as it is. True also where nothing can be
+            changed because no rank can end it: a process group that has timed out is closed.
+        """
+        return pending.change(change) if isinstance(pending, SharedMemoryPending) else True
+
+    def give_up(self, pending: Pending) -> bool:
+        """Have every rank fail in a reduction that others are late for; False if all ranks have come."""
+        return pending.give_up() if isinstance(pending, SharedMemoryPending) else True
 
     def all_reduce_on_host(self, tensor: Tensor) -> Pending:
         """Begin to add up a tensor in host memory over the ranks, in place."""

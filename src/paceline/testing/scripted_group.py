@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.peer_notes import PeerNotes
+from paceline.comm.pending import Pending
 from paceline.errors import LateRankError
 
 # How often a wait for a rank that never comes calls ``on_slow`` before it raises.
@@ -136,6 +137,15 @@ class ScriptedGroup:
     def count_ranks(self) -> int:
         """The number of ranks now."""
         return self.size
+
+    def change(self, pending: Pending, change: Callable[[], None]) -> bool:  # noqa: ARG002
+        """Change this rank's tensor: a rank that the script lets never come has read nothing."""
+        change()
+        return True
+
+    def give_up(self, pending: Pending) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
 
     def all_reduce_on_host(self, tensor: Tensor) -> "ScriptedPending":
         """As ``all_reduce``."""

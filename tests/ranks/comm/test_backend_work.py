@@ -18,6 +18,7 @@ from paceline.comm.backend.work import WorkExecutor
 from paceline.comm.shm.segment import PAGE, Segment
 from paceline.errors import (
     ClosedGroupError,
+    CollectiveError,
     LateRankError,
     LostRankError,
     RankDiedError,
@@ -293,7 +294,7 @@ MISTAKES = [
     ),
     (
         lambda rank, group: (
-            distributed.barrier(group=group) if rank else distributed.broadcast(torch.ones(3), 0, group=group)
+            distributed.barrier(group=group) if rank else distributed.broadcast(torch.ones(3), 1, group=group)
         ),
         "broadcast.*barrier",
     ),
@@ -318,6 +319,30 @@ def test_different_calls_name_both_ranks(sharing: RankPool, number: int) -> None
     words = MISTAKES[number][1].split(".*")
     for [text] in sharing.run(mistaken, number):
         assert all(word in text for word in (*words, "rank 0", "rank 1")), text
+
+
+def mistaken_source(rank: int) -> str:
+    """It waits for nobody, and so finds out at its next call."""
+    group = distributed.new_group(backend="paceline")
+    if rank:
+        distributed.barrier()
+        with pytest.raises(UnmatchedError) as caught:
+            distributed.barrier(group=group)
+    else:
+        distributed.broadcast(torch.ones(3), 0, group=group)
+        distributed.barrier()
+        with pytest.raises(UnmatchedError) as caught:
+            distributed.barrier(group=group)
+    distributed.barrier()
+    distributed.destroy_process_group(group)
+    return str(caught.value)
+
+
+def test_the_source_of_a_broadcast_that_nobody_joins_is_told_at_its_next_call(
+    sharing: RankPool,
+) -> None:
+    for text in sharing.run(mistaken_source):
+        assert all(word in text for word in ("broadcast", "barrier", "rank 0", "rank 1")), text
 
 
 def misfits(_: int) -> None:
@@ -359,6 +384,30 @@ def late(rank: int) -> list[str]:
 def test_a_late_rank_is_named_by_wait_and_by_the_future(sharing: RankPool) -> None:
     texts, _ = sharing.run(late)
     assert all("missing ranks: [1]" in text for text in texts)
+
+
+def late_and_told(rank: int) -> None:
+    group = distributed.new_group(backend="paceline", timeout=timedelta(seconds=0.3))
+    tensor = torch.ones(3)
+    if rank:
+        distributed.barrier()
+        with pytest.raises(CollectiveError, match="given up a collective that others are late for"):
+            distributed.all_reduce(tensor, group=group)
+    else:
+        with pytest.raises(LateRankError):
+            distributed.all_reduce(tensor, group=group)
+        tensor.fill_(7)
+        distributed.barrier()
+    distributed.barrier()
+    assert (tensor == (1 if rank else 7)).all()
+    with pytest.raises(CollectiveError):
+        distributed.all_reduce(tensor, group=group)
+    group.abort()
+    distributed.destroy_process_group(group)
+
+
+def test_a_collective_that_was_given_up_changes_no_tensor_later(sharing: RankPool) -> None:
+    sharing.run(late_and_told)
 
 
 def killed(rank: int, note: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -235,6 +236,90 @@ def test_a_late_rank_is_named_and_may_still_come(pair: RankPool) -> None:
         r"did not end within the timeout of 0.3 s \(missing ranks: \[1\], here: rank 0, all_reduce sum 5",
         str(text),
     )
+
+
+KINDS = {"one shot": total, "in place": total_in_place}
+
+
+def change_when_late(rank: int, kind: str) -> None:
+    """The last rank is late; the others say so in their last element."""
+    [channel] = channels(1, timeout=0.2)
+    numel = 5 if kind == "one shot" else 2 * MIB  # two chunks
+    tensor = torch.ones(numel)
+    tensor[-1] = 0
+    is_late = rank == channel.size - 1
+    if is_late:
+        distributed.barrier()
+    launched = channel.launch(KINDS[kind](channel, tensor))
+    if not is_late:
+        with pytest.raises(LateRankError):
+            channel.wait(launched)
+        assert channel.change(launched, lambda: tensor[-1].fill_(1))
+        distributed.barrier()
+    channel.wait(launched)
+    assert (tensor[:-1] == channel.size).all()
+    assert tensor[-1] == channel.size - 1  # one of the late rank has nothing to say
+    assert not channel.change(launched, lambda: tensor.fill_(77))
+    channel.run(Barrier(channel))
+    assert (tensor[:-1] == channel.size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_rank_gave_can_be_changed_until_all_ranks_have_come(ranks: RankPool, kind: str) -> None:
+    ranks.run(change_when_late, kind)
+
+
+def give_up_when_late(rank: int, kind: str) -> None:
+    [channel] = channels(1, timeout=0.2)
+    tensor = torch.ones(5 if kind == "one shot" else 2 * MIB)
+    is_late = rank == channel.size - 1
+    if is_late:
+        distributed.barrier()
+    launched = channel.launch(KINDS[kind](channel, tensor))
+    if not is_late:
+        with pytest.raises(LateRankError):
+            channel.wait(launched)
+        assert channel.give_up(launched)
+        tensor.fill_(7)
+        distributed.barrier()
+    with pytest.raises(CollectiveError, match="given up a collective that others are late for"):
+        channel.wait(launched)
+    distributed.barrier()
+    assert (tensor == (1 if is_late else 7)).all()
+    with pytest.raises(CollectiveError):
+        channel.run(Barrier(channel))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collective_that_was_given_up_ends_on_no_rank(ranks: RankPool, kind: str) -> None:
+    ranks.run(give_up_when_late, kind)
+
+
+def close_calls(rank: int, kind: str, rounds: int) -> list[tuple[bool, int]]:
+    """Ranks change their parts about when the last one comes: whether each could, and what the sum says."""
+    [channel] = channels(1)
+    chance, found = random.Random(rank), []
+    for number in range(rounds):
+        tensor = torch.zeros(5 if kind == "one shot" else MIB)
+        distributed.barrier()
+        time.sleep(chance.uniform(0, 0.002))
+        launched = channel.launch(KINDS[kind](channel, tensor))
+        is_changed = False
+        if number % channel.size != rank:
+            time.sleep(chance.uniform(0, 0.001))
+            is_changed = channel.change(launched, partial(tensor[-1].fill_, 1))
+        channel.wait(launched)
+        found.append((is_changed, int(tensor[-1])))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_reaches_all_ranks_or_is_refused(ranks: RankPool, kind: str) -> None:
+    told = list(zip(*ranks.run(close_calls, kind, 200), strict=True))
+    for of_ranks in told:
+        changes = sum(is_changed for is_changed, _ in of_ranks)
+        assert [total for _, total in of_ranks] == [changes] * len(of_ranks)
+    assert len({of_ranks[0][1] for of_ranks in told}) > 1  # some were changed, and some were not
 
 
 def one_dead_one_slow(rank: int) -> str | None:

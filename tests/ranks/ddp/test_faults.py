@@ -367,6 +367,45 @@ def absent(rank: int, world: int, hooked: bool) -> str:
     return str(caught.value)
 
 
+def late_in_one_step(rank: int, world: int, options: dict[str, Any], hooked: bool) -> tuple[Any, ...]:
+    group = distributed.new_group(timeout=timedelta(seconds=1.5))
+    ddp = make(process_group=group, **options)
+    if hooked:
+        ddp.register_comm_hook(None, hooks.average())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    taken, said = [], ""
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = ddp(rank + step + 1.0)
+        if step == 2 and rank == world - 1:
+            time.sleep(2.5)
+        try:
+            loss.backward()
+        except StepError as error:
+            said += f"{step} {type(error).__name__}: {error}"
+        else:
+            optimizer.step()
+            taken.append(step)
+    return taken, said, [parameter.detach()[:3].tolist() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hook"])
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 25}, {}, {"gradient_as_bucket_view": True}], ids=["one", "many", "views"]
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_that_some_ranks_gave_up_is_lost_on_the_late_rank_too(
+    world: int, options: dict[str, Any], hooked: bool
+) -> None:
+    *others, late = run_ranks(late_in_one_step, world, args=(world, options, hooked), timeout=30.0)
+    assert late[1].startswith("2 PeerError: rank ")
+    assert "raised StalledError(" in late[1]
+    assert all(said.startswith("2 StalledError: ") for _, said, _ in others)
+    for taken, _, parameters in (*others, late):
+        assert taken == [0, 1, 3, 4, 5]
+        assert parameters == late[2]
+
+
 def _summing(bucket: Any, group: Any) -> Any:
     work = distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -321,11 +321,11 @@ def test_a_slice_is_claimed_once_however_often_its_memory_is_used(
     first, second = claims
     for chunk in range(5 * MAX_CHUNKS_AHEAD):
         helps = chunk % 3 == 0
-        assert not helps or first.claim(chunk, 1)
-        assert first.claim(chunk, 0)
-        assert second.claim(chunk, 1) == (not helps)
-        assert not first.claim(chunk, 1)
-        assert not second.claim(chunk, 0)
+        assert not helps or first.claim_to_help(chunk, 1)
+        assert first.claim_own(chunk)
+        assert second.claim_own(chunk) == (not helps)
+        assert not first.claim_to_help(chunk, 1)
+        assert not second.claim_to_help(chunk, 0)
         assert second.helper_of(chunk) == (0 if helps else None)
         assert not second.receive_finished(chunk)
         if helps:
@@ -333,6 +333,25 @@ def test_a_slice_is_claimed_once_however_often_its_memory_is_used(
             assert second.finished_hint(chunk)[0]
             assert second.receive_finished(chunk)
         assert not second.receive_finished(chunk)
+
+
+def test_a_rank_that_holds_all_claims_keeps_others_from_reading(
+    claims: tuple[SliceClaims, SliceClaims],
+) -> None:
+    first, second = claims
+    for chunk in range(0, 5 * MAX_CHUNKS_AHEAD, 2):
+        chunks = [chunk, chunk + 1]
+        assert first.claim_all(chunks)
+        assert not second.claim_all(chunks)
+        assert not second.claim_own(chunk)
+        assert not second.claim_to_help(chunk + 1, 0)
+        assert not second.own_hint(chunk)[0]
+        first.free_all(chunks)
+        assert second.own_hint(chunk)[0]
+        for number in chunks:
+            assert second.claim_own(number)
+            assert not first.claim_all(chunks)
+            assert first.claim_own(number)
 
 
 def test_a_killed_process_has_ended_and_its_forked_child_does_not_keep_it_alive(nameless: Segment) -> None:

@@ -121,7 +121,7 @@ class Work(c10d.Work):
         seconds = self._timeout if timeout is None else min(timeout, self._timeout)
         try:
             for launched in self._launched:
-                channel.wait(launched, on_slow, timeout=seconds)
+                self._wait_in(channel, launched, on_slow, seconds)
             self._call.finish()
         except Exception as error:
             if isinstance(error, LateRankError) and seconds < self._timeout:
@@ -129,6 +129,15 @@ class Work(c10d.Work):
             self._end(WorkState.FAILED, error)
         else:
             self._end(WorkState.DONE, None)
+
+    def _wait_in(self, channel: Channel, launched: Launched, on_slow: OnSlow, seconds: float) -> None:
+        """Wait for a collective; if its own timeout passes, no rank may end it any more."""
+        try:
+            channel.wait(launched, on_slow, timeout=seconds)
+        except LateRankError:
+            if seconds < self._timeout or channel.give_up(launched):
+                raise
+            channel.wait(launched, on_slow, timeout=seconds)  # all ranks have come meanwhile
 
     def has_unset_future(self) -> bool:
         """Whether somebody asked for the future and it is not set."""

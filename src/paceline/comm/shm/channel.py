@@ -7,11 +7,12 @@ launched, and lets a thread do that. It ends before the interpreter exits, see N
 """
 
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -34,13 +35,15 @@ from paceline.comm.shm.polling import Poller
 from paceline.comm.shm.segment import CHANNELS, RankLocks, Segment, round_up
 from paceline.comm.shm.semaphores import Signal, make_signal, signal_bytes
 from paceline.comm.shm.stages import Awaited, Stages
-from paceline.errors import CollectiveError
+from paceline.errors import ClosedGroupError, CollectiveError
 
 T = TypeVar("T")
 
 # How many seconds to sleep before checking the other ranks; the short time is for when other channels or
 # threads have something to do.
 _SLEEP, _SHORT_SLEEP = 0.1, 0.001
+# How many seconds to try to change something, if another rank is changing its part too.
+_CHANGE_SECONDS = 0.5
 # This process's channels: see Channel._advance_other_channels.
 _channels: "weakref.WeakValueDictionary[int, Channel]" = weakref.WeakValueDictionary()
 _exiting = threading.Event()
@@ -168,6 +171,43 @@ class Channel:
         """
         self._wait_for(launched.end, launched.until, on_slow=on_slow, timeout=timeout)
 
+    def change(self, launched: Launched, change: Callable[[], None]) -> bool:
+        """Change what this rank has given to a collective, unless all ranks have come and may have read it.
+
+        Returns:
+            Whether it was changed. Then all ranks end the collective with the change.
+        """
+        return self._try_to_change(launched, change)
+
+    def give_up(self, launched: Launched) -> bool:
+        """Have every rank fail in a collective, unless all ranks have come and it may have ended on one.
+
+        Returns:
+            Whether the collective has failed on every rank. Then the channel cannot be used any more.
+        """
+        if not self._try_to_change(launched, None):
+            return False
+        with self._lock:
+            self._failures.give_up(launched)
+        return True
+
+    def _try_to_change(self, launched: Launched, change: Callable[[], None] | None) -> bool:
+        until = time.monotonic() + _CHANGE_SECONDS
+        while not self.is_over(launched) and time.monotonic() < until:
+            with self._lock:
+                if self._has_failed() or self._stages.change(launched, change):
+                    return True
+            # All ranks have come, or another one is changing its part just now.
+            time.sleep(_SHORT_SLEEP)
+            self.advance()
+        return False
+
+    def _has_failed(self) -> bool:
+        """Whether this rank or another has failed, so that nobody can end what is in flight."""
+        with contextlib.suppress(CollectiveError):
+            self._failures.check_failed(self._others)
+        return self._failures.error is not None
+
     def run(self, collective: Collective) -> None:
         """Launch a collective and wait for it."""
         self.wait(self.launch(collective))
@@ -289,6 +329,18 @@ class Channel:
                         channel.advance()
                 finally:
                     channel._lock.release()
+
+
+def _in_forked_child() -> None:
+    """See Note [Forked children] in segment.py."""
+    for reference in _channels.valuerefs():
+        if (channel := reference()) is not None:
+            channel._failures.error = ClosedGroupError(
+                "a forked child cannot take part in its parent's collectives"
+            )
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def make_channel(segment: Segment, number: int, size: int) -> None:

@@ -30,6 +30,7 @@ SEMAPHORE_BYTES = 64
 
 _READ_WRITE = 0x1 | 0x2  # PROT_READ, PROT_WRITE
 _SHARED = 0x1  # MAP_SHARED
+_PRIVATE_AT_ADDRESS = 0x2 | 0x10 | 0x4000  # MAP_PRIVATE, MAP_FIXED, MAP_NORESERVE
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _KEEP_SIZE, _PUNCH_HOLE = 0x1, 0x2  # linux/falloc.h
 
@@ -134,6 +135,13 @@ def map_shared(file: int, offset: int, nbytes: int) -> int:
     if address in (None, _FAILED):
         raise _error("mmap")
     return int(address)
+
+
+def make_private(address: int, file: int, offset: int, nbytes: int) -> None:
+    """Replace a mapping by one of the same part of the file, in which writes stay in this process."""
+    found = _mmap(address, nbytes, _READ_WRITE, _PRIVATE_AT_ADDRESS, file, offset)
+    if found in (None, _FAILED):
+        raise _error("mmap")
 
 
 def unmap(address: int, nbytes: int) -> None:

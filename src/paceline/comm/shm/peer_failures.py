@@ -84,6 +84,13 @@ class PeerFailures:
             self._headers.write_failure(self._rank, repr(error))
             self._signal.post()
 
+    def give_up(self, launched: Launched) -> None:
+        """Give up a collective because other ranks are late, and tell them."""
+        name = self._names[self._rank]
+        self.fail(
+            LateRankError(f"rank {name} has given up a collective that others are late for ({launched.text})")
+        )
+
     def raise_unmatched(self, launched: Launched, text: bytes, other: int) -> NoReturn:
         """Raise because another rank has launched another collective, by the text of its header."""
         self.error = UnmatchedError(

@@ -63,6 +63,7 @@ class Segment:
         self._windows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._close = weakref.finalize(self, os.close, file)
+        _segments.add(self)
         # When the process ends the system closes it, and not before: until then threads may use it, and the
         # rank's lock says that it is alive.
         self._close.atexit = False
@@ -156,6 +157,25 @@ class Segment:
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, libc.unmap, address, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def make_private(self) -> None:
+        """Have what this process writes from now on stay in it."""
+        for (start, length), window in self._windows.items():
+            libc.make_private(window.data_ptr(), self.file, start, length)
+
+
+# Note [Forked children]. A forked child has its parent's gradients, which are in shared memory, and its ends
+# of the channels. What it does to them must not reach the parent, nor the other ranks. So its mappings become
+# private: it sees what was there, and what it writes is its own.
+_segments: "weakref.WeakSet[Segment]" = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    for segment in list(_segments):
+        segment.make_private()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class RankLocks:

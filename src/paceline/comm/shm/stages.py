@@ -14,7 +14,7 @@ part is ready, and not until anybody has read it.
 
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.arena import Span
@@ -79,6 +79,24 @@ class _AwaitedSignal(Awaited):
         return self._signal.all_missing(self._count)
 
 
+class _AwaitedClaim(Awaited):
+    """A claim that another rank holds while it changes its part, or for good if it has given up."""
+
+    def __init__(self, stages: "Stages", chunk: int) -> None:
+        self._stages = stages
+        self._chunk = chunk
+        self.hint = stages.claims.own_hint(chunk)
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep for some time; whether the claim seems to be free."""
+        time.sleep(min(seconds, _HELPED_SLEEP))
+        return bool(self.hint[0])
+
+    def missing(self) -> Sequence[int]:
+        """Any rank may hold it."""
+        return [] if self._stages.exchanged > self._chunk else self._stages.others
+
+
 class HelpedSlice(Awaited):
     """This rank's slice of a chunk, which another rank has claimed and not finished."""
 
@@ -124,7 +142,10 @@ class Stages:
 
     Attributes:
         in_flight: the collectives that have been launched and are not done on every rank.
+        others: the other ranks.
+        claims: the claims of all slices.
         launched: the number of chunks that have been launched.
+        exchanged: the number of chunks on which this rank has done its work, or another for it.
         over: the number of chunks that are over.
         done: the number of chunks that all ranks are done with.
     """
@@ -148,17 +169,17 @@ class Stages:
         self._segment = segment
         self._rank = rank
         # Each rank begins with the next one, so that helpers do not all begin with the same.
-        self._others = [(rank + step) % size for step in range(1, size)]
+        self.others = [(rank + step) % size for step in range(1, size)]
         self._ready_signal = ready
         self._done_signal = done
         self._headers = headers
-        self._claims = claims
+        self.claims = claims
         self._failures = failures
         self._staging = staging
         self._reserved = [0] * STAGING_BUFFERS  # bytes of each staging buffer that have memory
         self._busy_until = [0] * STAGING_BUFFERS  # each is in use until this many chunks are over
         self._collectives = self._staged_chunks = 0
-        self._ready = self._exchanged = self._distributed = 0
+        self._ready = self.exchanged = self._distributed = 0
         # The collectives that have chunks which have not passed a stage.
         self._unready: deque[Launched] = deque()
         self._unexchanged: deque[Launched] = deque()
@@ -201,7 +222,7 @@ class Stages:
         """Do what can be done without waiting for anyone."""
         while (
             (self._unready and self._post_ready())
-            or (self._exchanged < self._ready and self._exchange())
+            or (self.exchanged < self._ready and self._exchange())
             or (self._waiting and self._distribute())
             or (self.over < self._distributed and self._end())
             or (self.done < self.over and self._finish())
@@ -212,10 +233,10 @@ class Stages:
         """Reduce a slice that its own rank has not begun; False if there is none. See Note [Help]."""
         self._offered = max(self._offered, self.over)
         for launched in self._unfinished:
-            while launched.first <= self._offered < min(launched.end, self._exchanged):
+            while launched.first <= self._offered < min(launched.end, self.exchanged):
                 if launched.collective is not None and launched.collective.has_slices:
-                    for other in self._others:
-                        if self._claims.claim(self._offered, other):
+                    for other in self.others:
+                        if self.claims.claim_to_help(self._offered, other):
                             self._reduce_for(launched, other)
                             return True
                 self._offered += 1
@@ -231,8 +252,9 @@ class Stages:
 
     def awaited(self, until: Until) -> Awaited | Pending | None:
         """What has to come next; None if it has just come."""
-        if self._exchanged < self._ready:
-            return self._missing(self._ready_signal, self._exchanged + 1)
+        if self.exchanged < self._ready:
+            signal = self._missing(self._ready_signal, self.exchanged + 1)
+            return signal or _AwaitedClaim(self, self.exchanged)
         if self._waiting:
             return self._waiting[0]
         if until is Until.ALL_DONE or self.over == self._distributed:
@@ -244,9 +266,33 @@ class Stages:
         missing = [other for other in signal.all_missing(count) if other not in but]
         return _AwaitedSignal(signal, missing[0], count) if missing else None
 
+    def change(self, launched: Launched, change: Callable[[], None] | None) -> bool:
+        """Change this rank's part of a collective, or withdraw it; False if some rank has begun to read.
+
+        See Note [Second thoughts] in claims.py.
+
+        Args:
+            launched: the collective.
+            change: changes this rank's tensor; None to keep anybody from ever ending the collective.
+        """
+        collective = launched.collective
+        chunks = range(launched.first, min(launched.end, self._ready))
+        if collective is None or not self.claims.claim_all(chunks):
+            return False
+        if change is None:
+            return True
+        try:
+            change()
+            if launched.places[self._rank][1] != IN_PLACE:
+                for number in chunks:
+                    collective.copy_in(number - launched.first, launched)
+        finally:
+            self.claims.free_all(chunks)
+        return True
+
     def poll(self) -> None:
         """Receive what has come; ``advance`` relies on hints."""
-        self._ready_signal.all_missing(self._exchanged + 1)
+        self._ready_signal.all_missing(self.exchanged + 1)
         self._done_signal.all_missing(self.done + 1)
 
     def release_staging(self) -> None:
@@ -260,7 +306,7 @@ class Stages:
         number = self._offered
         assert launched.collective is not None
         launched.collective.reduce_slice(number - launched.first, launched, other)
-        self._claims.post_finished(number, other)
+        self.claims.post_finished(number, other)
         self._helped.setdefault(number, set()).add(other)
 
     def _post_ready(self) -> bool:
@@ -296,7 +342,7 @@ class Stages:
 
     def _exchange(self) -> bool:
         """Do this rank's work on the next chunk; False if not all ranks are ready."""
-        number = self._exchanged
+        number = self.exchanged
         if self._ready_signal.first_missing(number + 1) is not None:
             return False
         launched = self._unexchanged[0]
@@ -305,22 +351,25 @@ class Stages:
         if chunk == 0:
             self._read_headers(launched)
         waiting: Pending | HelpedSlice | None = None
-        if not collective.has_slices:
-            waiting = collective.exchange(chunk, launched)
-        elif self._claims.claim(number, self._rank):
+        is_claimed = self.claims.claim_own(number)  # see Note [Second thoughts]
+        if is_claimed and collective.has_slices:
             collective.reduce_slice(chunk, launched, self._rank)
+        elif is_claimed:
+            waiting = collective.exchange(chunk, launched)
+        elif collective.has_slices:
+            waiting = HelpedSlice(self.claims, number, self.others)
         else:
-            waiting = HelpedSlice(self._claims, number, self._others)
+            return False
         self._waiting.append(waiting)
-        self._exchanged = number + 1
-        if self._exchanged == launched.end:
+        self.exchanged = number + 1
+        if self.exchanged == launched.end:
             self._unexchanged.popleft()
         return True
 
     def _read_headers(self, launched: Launched) -> None:
         """See where the other ranks' parts are, and that they have launched the same collective."""
         own = encoded(launched.text)
-        for other in self._others:
+        for other in self.others:
             offset, first_buffer, text = self._headers.read(other, launched.number)
             launched.places[other] = offset, first_buffer
             if text != own:
@@ -328,15 +377,17 @@ class Stages:
 
     def _distribute(self) -> bool:
         """Distribute what came from other hosts and signal that this rank is done; False if it is missing."""
-        if (waiting := self._waiting[0]) is not None:
-            if not waiting.done():
-                return False
-            if not isinstance(waiting, HelpedSlice):
-                waiting.wait(lambda: None)
-        self._waiting.popleft()
-        launched = self._undistributed[0]
+        launched, number = self._undistributed[0], self._distributed
         assert launched.collective is not None
-        launched.collective.distribute(self._distributed - launched.first, launched)
+        if (waiting := self._waiting[0]) is not None and not waiting.done():
+            # It may have been claimed only for a moment, by a rank that has changed its part.
+            if not (isinstance(waiting, HelpedSlice) and self.claims.claim_own(number)):
+                return False
+            launched.collective.reduce_slice(number - launched.first, launched, self._rank)
+        elif waiting is not None and not isinstance(waiting, HelpedSlice):
+            waiting.wait(lambda: None)
+        self._waiting.popleft()
+        launched.collective.distribute(number - launched.first, launched)
         self._distributed += 1
         if self._distributed == launched.end:
             self._undistributed.popleft()

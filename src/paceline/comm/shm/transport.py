@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,14 @@ class SharedMemoryPending:
             # It has views of the tensor, and others count those to see whether somebody holds it.
             self._launched = None
         return self._tensor
+
+    def change(self, change: Callable[[], None]) -> bool:
+        """Change the tensor before any rank reads it; False if all ranks have come: it is too late."""
+        return self._launched is not None and self._channel.change(self._launched, change)
+
+    def give_up(self) -> bool:
+        """Have every rank fail, because some are late; False if all ranks have come."""
+        return self._launched is not None and self._channel.give_up(self._launched)
 
     def done(self) -> bool:
         """Whether the tensor holds the result."""

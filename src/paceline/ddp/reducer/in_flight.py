@@ -4,6 +4,10 @@ Note [Reports on the host]. Behind the gradients of an accelerator the report co
 device has done all of backward, so the host would wait for the device in each step, and could never queue the
 next step meanwhile. There ranks add up their reports in host memory instead, as soon as each has issued its
 backward. It costs a collective on the host, and none on the device.
+
+Note [Giving up]. After the group's timeout a rank raises, though others may come later. They must lose the
+step too, or parameters would differ from then on. So the rank changes its report, which says then that it has
+raised. If it can no longer be changed, all ranks have come just now, and nobody has a reason to give up.
 """
 
 import contextlib
@@ -15,7 +19,7 @@ from functools import partial
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.pending import Pending
+from paceline.comm.pending import OnSlow, Pending
 from paceline.ddp.buckets.bucket_set import Bucket, BucketSet
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.step_report import RAISED, RankReport, ReportLayout, StepOutcome, StepSummary
@@ -117,8 +121,7 @@ class InFlight:
         for number, pending in self.launched.items():
             bucket = self._bucket_set.buckets[number]
             try:
-                with self._naming(bucket, number) as on_slow:
-                    self._exchange.wait(bucket, number, pending, on_slow)
+                self._wait(bucket, number, partial(self._exchange.wait, bucket, number, pending))
             except BrokenHookError:
                 raise
             except HookError as error:
@@ -142,8 +145,8 @@ class InFlight:
         try:
             with self._breaking_off(number):
                 pending = self._exchange.launch(bucket, number, is_last=True)
-            with self._naming(bucket, number) as on_slow:
-                self._exchange.wait(bucket, number, pending, on_slow)
+            wait = partial(self._exchange.wait, bucket, number, pending)
+            self._wait(bucket, number, wait, after_report=pending)
         except BrokenHookError:
             raise
         except HookError as error:  # raised when all ranks are through
@@ -161,8 +164,8 @@ class InFlight:
             self._group.peer_notes.note_reason(self._step, repr(self.mistake))
         failed = torch.zeros(self._group.size, device=self._bucket_set.report.device)
         failed[self._group.rank] = self.mistake is not None
-        with self._naming_report() as on_slow:
-            self._sum_reports(failed).wait(on_slow)
+        pending = self._sum_reports(failed)
+        self._wait_for_report(pending.wait, after_report=pending)
         if self.mistake is not None:
             raise self.mistake
         raised = {rank: StepOutcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
@@ -234,9 +237,7 @@ class InFlight:
         self._layout.write(self._bucket_set.report, self._group.rank, report)
 
     def _exchange_report(self, report: RankReport | None) -> None:
-        pending = self._launch_report(report)
-        with self._naming_report() as on_slow:
-            pending.wait(on_slow)
+        self._wait_for_report(self._launch_report(report).wait)
 
     def _launch_report(self, report: RankReport | None) -> Pending:
         if self._report is None:
@@ -250,9 +251,50 @@ class InFlight:
             group.all_reduce_on_host(tensor) if self._bucket_set.report_on_host else group.all_reduce(tensor)
         )
 
-    def _naming_report(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def _wait_for_report(
+        self, wait: Callable[[OnSlow], object], *, after_report: Pending | None = None
+    ) -> None:
         number = self._bucket_set.plan.report_bucket
-        return self._naming(self._bucket_set.buckets[number], number)
+        self._wait(self._bucket_set.buckets[number], number, wait, after_report=after_report)
+
+    def _wait(
+        self,
+        bucket: Bucket,
+        number: int,
+        wait: Callable[[OnSlow], object],
+        *,
+        after_report: Pending | None = None,
+    ) -> None:
+        """Wait; after the timeout see to it that late ranks lose the step too: see Note [Giving up].
+
+        Args:
+            bucket: the bucket to name in errors.
+            number: its number.
+            wait: waits for a reduction.
+            after_report: that reduction, if the ranks have read the report already.
+        """
+        try:
+            with self._naming(bucket, number) as on_slow:
+                wait(on_slow)
+        except StalledError as error:
+            if not isinstance(error.__cause__, LateRankError) or self._give_up(error, after_report):
+                raise
+            with self._naming(bucket, number) as on_slow, self._breaking_off(number):
+                wait(on_slow)
+
+    def _give_up(self, error: StalledError, after_report: Pending | None) -> bool:
+        """Have the ranks that are late lose the step; False if they have come meanwhile."""
+        if after_report is not None:
+            return self._group.give_up(after_report)
+        self._group.peer_notes.note_reason(self._step, f"{type(error).__name__}({error.args[0]!r})")
+        outcome, self.outcome = self.outcome, StepOutcome.RAISED_IN_BACKWARD
+        in_bucket = self._bucket_set.report_in_bucket
+        report = self.launched.get(self._bucket_set.plan.report_bucket) if in_bucket else self._report
+        # Otherwise the report has yet to be launched, and will say it.
+        if report is not None and not self._group.change(report, partial(self._write_report, None)):
+            self.outcome = outcome
+            return False
+        return True
 
     @contextlib.contextmanager
     def _naming(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
