@@ -104,22 +104,29 @@ class PlanWriter:
             if folder is not None:
                 self._write_description(folder)
         except OSError as error:
-            warnings.warn(
-                f"steps are not recorded in {folder} but in memory, because of an error ({error}); "
-                "ddp.recorder.write(folder) writes them to another folder",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            with contextlib.suppress(OSError):
-                self.delete_files()
-            self._folder = None
+            self._leave_folder(error)
             self.ring = RingBuffer(columns, None)
 
     def set_unit(self, unit: str) -> None:
         """Change what is counted."""
         self._unit = unit
         if self._folder is not None:
-            self._write_description(self._folder)
+            try:
+                self._write_description(self._folder)
+            except OSError as error:
+                self._leave_folder(error)
+
+    def _leave_folder(self, error: OSError) -> None:
+        """Go on in memory, because training must not fail for a recording."""
+        warnings.warn(
+            f"steps are not recorded in {self._folder} but in memory, because of an error ({error}); "
+            "ddp.recorder.write(folder) writes them to another folder",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        with contextlib.suppress(OSError):
+            self.delete_files()
+        self._folder = None
 
     def copy_to(self, folder: Path) -> None:
         """Write both files to a folder."""

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -259,6 +260,21 @@ def test_steps_are_kept_in_memory_if_the_disk_is_full(
     recorder.write(tmp_path / "later")
     [recording] = read_recording(tmp_path / "later")
     assert len(recording.rows) == 3
+
+
+def test_counting_goes_on_in_memory_if_the_folder_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    recorder = new_recorder(folder)
+    run(recorder, 3)
+    shutil.rmtree(folder)
+    with pytest.warns(RuntimeWarning, match=r"steps are not recorded in .*gone but in memory"):
+        recorder.count(2, "tokens")
+    run(recorder, 2)
+    recorder.count(2, "images")
+    recorder.write(tmp_path / "later")
+    [recording] = read_recording(tmp_path / "later")
+    assert len(recording.rows) == 5
+    assert recording.description["unit"] == "images"
 
 
 def test_disk_space_is_reserved_in_pieces_and_when_the_disk_is_full_the_last_steps_are_kept(
