@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
@@ -24,9 +25,9 @@ from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
 from paceline.ddp.state.buffers import BufferHookLocation, BufferSettings, ModuleBuffers
-from paceline.ddp.state.parameters import delayed_names
+from paceline.ddp.state.parameters import UnknownParameters, delayed_names
 from paceline.ddp.state.wrapped_module import attribute_of, wrap_module
-from paceline.errors import UnsupportedError, WrapError
+from paceline.errors import StepError, UnsupportedError, WrapError
 from paceline.hooks.hook import Hook
 from paceline.options import CapOptions, WrapperOptions, strict_mode
 from paceline.recording.recorder import Recorder
@@ -171,7 +172,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _build_parts(self) -> None:
         """Build what a copy of the wrapper does not take over."""
+        self._owner = os.getpid()
         self._module_buffers = ModuleBuffers(self.module, self._wrapped.ignored, self._buffer_settings)
+        self._unknown_parameters = UnknownParameters(
+            self.module, self._wrapped.params.parameters, self._wrapped.ignored
+        )
         self._precision = build.make_precision(self._wrapped, self._options)
         self._reducer = build.build_reducer(
             self._wrapped,
@@ -214,8 +219,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @untraced_with_calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if os.getpid() != self._owner:
+            raise StepError(
+                "a wrapper cannot be called in a forked child, which would take its parent's place among the "
+                "ranks; call the module itself (wrapper.module)"
+            )
         if torch.is_grad_enabled():
             self._reducer.check_finalized()
+            self._unknown_parameters.warn(is_step_new=self._reducer.is_step_new)
             self.recorder.forward_began()
         synced = self._syncs_now()
         if synced:
@@ -456,7 +467,9 @@ add_torch_names(DistributedDataParallel)
 
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (
-    *("process_group", "_group", "_module_buffers", "_precision", "_reducer", "_logging"),
+    *("process_group", "_group", "_module_buffers", "_unknown_parameters", "_precision", "_reducer"),
+    "_logging",
+    "_owner",
     *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward"),
 )
 

@@ -307,3 +307,17 @@ def test_a_group_may_shrink_and_grow_again(wrapper: str, hook: bool) -> None:
         pytest.skip("torch says that hooks have to be moved by their owner")
     for right in run_ranks(shrunk, 3, args=(wrapper, hook), timeout=TIMEOUT):
         assert all(right), right
+
+
+def replace_a_layer(_: int) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    for _ in range(4):
+        ddp(torch.ones(1, 2)).sum().backward()
+    ddp.module[1] = nn.Linear(2, 1)
+    ddp(torch.ones(1, 2)).sum().backward()  # two parameters get no gradient any more, so it looks
+    with pytest.warns(UserWarning, match=r"not averaged across ranks.*'1.weight', '1.bias'"):
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_layer_that_is_replaced_after_the_wrap_is_named_a_step_later(pair: RankPool) -> None:
+    pair.run(replace_a_layer)

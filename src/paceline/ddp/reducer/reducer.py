@@ -16,6 +16,7 @@ collectives there are: the plan follows the order of the parameters, and the rep
 import contextlib
 import dataclasses
 import enum
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -43,6 +44,18 @@ from paceline.errors import StepError, UnsupportedError
 from paceline.recording.recorder import Recorder
 from paceline.recording.rows import StepKind
 from paceline.recording.writer import PlanDescription
+
+# See _in_forked_child.
+_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """A forked child is no rank: what it trains is its own."""
+    for reducer in list(_reducers):
+        reducer.grad_hooks.remove()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class Phase(enum.Enum):
@@ -76,6 +89,7 @@ class Reducer:
         finalizes_manually: whether a step ends by ``finalize``, and not with its backward.
         ranks: the number of ranks that the next step's sum is divided by.
         step_number: the number of steps so far.
+        is_step_new: whether the last step brought other gradients than the one before.
         last_summary: what the ranks reported of the last step.
         last_error: the last error in words.
         unraised: what the last step ended with, if its user has not been told.
@@ -106,6 +120,7 @@ class Reducer:
         self._sync_next = False
         self.ranks = group.size
         self.step_number = 0
+        self.is_step_new = True
         self.last_summary: StepSummary | None = None
         self.last_error: str | None = None
         self.unraised: BaseException | None = None
@@ -121,6 +136,7 @@ class Reducer:
             in_graph=traced_reduction(self),
         )
         weakref.finalize(self, self.grad_hooks.remove)
+        _reducers.add(self)
         self.turns = turns_of(group.name, group.rank)
         self.turns.join(self)
         self.context = StepContext(
@@ -429,7 +445,8 @@ class Reducer:
         context = self.context
         if summary.unfrozen:
             self.planner.add([slot for slot in context.outside if summary.used[slot]])
-        if context.readiness.learn():
+        self.is_step_new = context.readiness.learn()
+        if self.is_step_new:
             context.bucket_set.forget_batches()
             self._choose_hooks()
         self.grad_hooks.settle()

@@ -1,9 +1,13 @@
 """A module's parameters: which of them are averaged, and that all ranks have the same."""
 
+import itertools
+import warnings
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.group import Group
@@ -17,6 +21,9 @@ from paceline.tensors.dtensor import (
     local_parameter,
     ranks_with_other_parts,
 )
+from paceline.torch_private import children_of, parameters_of
+
+_FORWARDS_BETWEEN_LOOKS = 16
 
 
 class Slots(NamedTuple):
@@ -63,6 +70,67 @@ class ReducedParameters:
         """Set ``.grad`` to None, of all parameters or of some."""
         for slot in range(len(self.local)) if slots is None else slots:
             self.local[slot].grad = None
+
+
+class UnknownParameters:
+    """Tells of parameters that were added or replaced after the module was wrapped: nobody averages them.
+
+    To look at every parameter costs half a microsecond each. So it looks before every 16th forward, and after
+    steps that brought other gradients than the step before.
+
+    Args:
+        module: the wrapped module.
+        known: its parameters that are averaged.
+        ignored: names of those that never are.
+    """
+
+    def __init__(self, module: nn.Module, known: Iterable[Parameter], ignored: Collection[str]) -> None:
+        self._module = module
+        self._known = {id(parameter): parameter for parameter in known}
+        self._ignored = ignored
+        self._told: set[str] = set()
+        self._forwards = itertools.count()
+        self._remember()
+
+    def warn(self, *, is_step_new: bool) -> None:
+        """Warn of those that are new, by name and once; called before each forward.
+
+        Args:
+            is_step_new: whether the last step brought other gradients than the one before.
+        """
+        is_due = next(self._forwards) % _FORWARDS_BETWEEN_LOOKS == 0
+        if not (is_due or is_step_new) or self._is_as_before():
+            return
+        self._remember()
+        new = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if type(parameter) is not Tensor  # functional_call puts tensors there, for one call
+            and parameter.requires_grad
+            and id(parameter) not in self._known
+            and name not in {*self._ignored, *self._told}
+        ]
+        if new:
+            self._told.update(new)
+            warnings.warn(
+                "parameters were added to the module, or replaced, after it was wrapped. Their gradients are "
+                "not averaged across ranks, so the replicas drift apart. Wrap the module after such a change "
+                f"(parameters: {new})",
+                stacklevel=5,
+            )
+
+    def _remember(self) -> None:
+        # These dicts stay the same objects for a module's life.
+        modules = [*self._module.modules()]
+        self._dicts = [*map(parameters_of, modules), *map(children_of, modules)]
+        self._values = self._values_now()
+
+    def _values_now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._dicts))]
+
+    def _is_as_before(self) -> bool:
+        values = self._values_now()
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
 
 
 def delayed_names(
