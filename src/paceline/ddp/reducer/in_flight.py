@@ -120,8 +120,13 @@ class InFlight:
         """
         for number, pending in self.launched.items():
             bucket = self._bucket_set.buckets[number]
+            wait = partial(self._exchange.wait, bucket, number, pending)
             try:
-                self._wait(bucket, number, partial(self._exchange.wait, bucket, number, pending))
+                try:
+                    with self._naming(bucket, number) as on_slow:
+                        wait(on_slow)
+                except StalledError as error:
+                    self._give_up_or_wait(error, bucket, number, wait)
             except BrokenHookError:
                 raise
             except HookError as error:
@@ -265,22 +270,27 @@ class InFlight:
         *,
         after_report: Pending | None = None,
     ) -> None:
-        """Wait; after the timeout see to it that late ranks lose the step too: see Note [Giving up].
-
-        Args:
-            bucket: the bucket to name in errors.
-            number: its number.
-            wait: waits for a reduction.
-            after_report: that reduction, if the ranks have read the report already.
-        """
+        """Wait for a reduction, which is ``after_report`` if the ranks have read the report already."""
         try:
             with self._naming(bucket, number) as on_slow:
                 wait(on_slow)
         except StalledError as error:
-            if not isinstance(error.__cause__, LateRankError) or self._give_up(error, after_report):
-                raise
-            with self._naming(bucket, number) as on_slow, self._breaking_off(number):
-                wait(on_slow)
+            self._give_up_or_wait(error, bucket, number, wait, after_report=after_report)
+
+    def _give_up_or_wait(
+        self,
+        error: StalledError,
+        bucket: Bucket,
+        number: int,
+        wait: Callable[[OnSlow], object],
+        *,
+        after_report: Pending | None = None,
+    ) -> None:
+        """After a timeout, have late ranks lose the step too, and raise: see Note [Giving up]."""
+        if not isinstance(error.__cause__, LateRankError) or self._give_up(error, after_report):
+            raise error
+        with self._naming(bucket, number) as on_slow, self._breaking_off(number):
+            wait(on_slow)
 
     def _give_up(self, error: StalledError, after_report: Pending | None) -> bool:
         """Have the ranks that are late lose the step; False if they have come meanwhile."""
