@@ -395,6 +395,28 @@ class StopsWhenItHelps(TwoShotAllReduce):
         super().reduce_slice(chunk, views, rank)
 
 
+def help_at_random(rank: int) -> None:
+    """More chunks than there are claims for, several collectives at a time, and ranks that come late."""
+    [channel] = channels(1)
+    found = [channel.arena.empty(9 * MIB // 4, torch.float32) for _ in range(3)]
+    tensors = [tensor for tensor in found if tensor is not None]
+    chance = random.Random(rank)
+    for _ in range(60):
+        launched = []
+        for tensor in tensors:
+            tensor.fill_(rank + 1)
+            if chance.random() < 0.5:
+                time.sleep(chance.uniform(0, 0.004))
+            launched.append(channel.launch(total_in_place(channel, tensor)))
+        for tensor, each in zip(tensors, launched, strict=True):
+            channel.wait(each)
+            assert (tensor == channel.size * (channel.size + 1) / 2).all()
+
+
+def test_sums_are_right_whoever_helps(ranks: RankPool) -> None:
+    ranks.run(help_at_random)
+
+
 def helper_stops(rank: int) -> list[str]:
     [channel] = channels(1, timeout=0.3)
     store = distributed.group.WORLD.get_group_store()

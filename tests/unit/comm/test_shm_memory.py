@@ -335,6 +335,20 @@ def test_a_slice_is_claimed_once_however_often_its_memory_is_used(
         assert not second.receive_finished(chunk)
 
 
+def test_a_slice_that_is_asked_for_again_is_claimed_once_too(
+    claims: tuple[SliceClaims, SliceClaims],
+) -> None:
+    first, second = claims
+    for chunk in range(5 * MAX_CHUNKS_AHEAD):
+        helps = chunk % 3 == 0
+        assert not helps or second.claim_to_help(chunk, 0)
+        assert first.claim_own(chunk) == (not helps)
+        assert second.claim_own(chunk)
+        for earlier in range(max(0, chunk - 4), chunk + 1):
+            assert not first.claim_own_again(earlier)
+            assert not second.claim_to_help(earlier, 0)
+
+
 def test_a_rank_that_holds_all_claims_keeps_others_from_reading(
     claims: tuple[SliceClaims, SliceClaims],
 ) -> None:

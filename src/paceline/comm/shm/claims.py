@@ -51,10 +51,14 @@ class SliceClaims:
         self._used: deque[int] = deque()  # chunks whose claim of this rank's slice is to be freed
 
     def claim_own(self, chunk: int) -> bool:
-        """Claim this rank's slice, if nobody has; each rank does so for every chunk, if need be twice."""
-        if not self._used or self._used[-1] != chunk:
+        """Claim this rank's slice, if nobody has; each rank does so for every chunk, in order."""
+        if not self._used or self._used[-1] < chunk:
             self._free_until(chunk - MAX_CHUNKS_AHEAD)
             self._used.append(chunk)
+        return self._claim(self._slot(chunk, self._rank))
+
+    def claim_own_again(self, chunk: int) -> bool:
+        """Claim this rank's slice after all, if another rank had claimed it only for a moment."""
         return self._claim(self._slot(chunk, self._rank))
 
     def claim_to_help(self, chunk: int, rank: int) -> bool:

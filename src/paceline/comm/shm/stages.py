@@ -381,7 +381,7 @@ class Stages:
         assert launched.collective is not None
         if (waiting := self._waiting[0]) is not None and not waiting.done():
             # It may have been claimed only for a moment, by a rank that has changed its part.
-            if not (isinstance(waiting, HelpedSlice) and self.claims.claim_own(number)):
+            if not (isinstance(waiting, HelpedSlice) and self.claims.claim_own_again(number)):
                 return False
             launched.collective.reduce_slice(number - launched.first, launched, self._rank)
         elif waiting is not None and not isinstance(waiting, HelpedSlice):
