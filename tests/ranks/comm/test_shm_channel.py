@@ -295,6 +295,31 @@ def test_a_collective_that_was_given_up_ends_on_no_rank(ranks: RankPool, kind: s
     ranks.run(give_up_when_late, kind)
 
 
+def change_beside_a_failed_rank(rank: int) -> int | None:
+    """Rank 0 is late, rank 2 fails: what rank 1 changes still counts for rank 0."""
+    [channel] = channels(1, timeout=0.2)
+    tensor = torch.zeros(5)
+    if rank == 0:
+        distributed.barrier()
+    launched = channel.launch(total(channel, tensor))
+    if rank == 2:
+        channel._failures.fail(KeyboardInterrupt())
+        distributed.barrier()
+        return None
+    if rank == 1:
+        with pytest.raises(LateRankError):
+            channel.wait(launched)
+        assert channel.change(launched, partial(tensor[-1].fill_, 1))
+        distributed.barrier()
+        return None
+    channel.wait(launched)
+    return int(tensor[-1])
+
+
+def test_a_rank_that_is_late_learns_of_a_change_though_another_rank_has_failed() -> None:
+    assert run_ranks(change_beside_a_failed_rank, 3, timeout=20.0)[0] == 1
+
+
 def close_calls(rank: int, kind: str, rounds: int) -> list[tuple[bool, int]]:
     """Ranks change their parts about when the last one comes: whether each could, and what the sum says."""
     [channel] = channels(1)

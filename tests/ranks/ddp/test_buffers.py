@@ -280,3 +280,16 @@ def looks(rank: int, looker: int, looks: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize(("looker", "count"), [(0, 1), (0, 3), (1, 1), (1, 3)])
 def test_one_rank_may_look_at_its_model_alone(looker: int, count: int) -> None:
     assert run_ranks(looks, args=(looker, count), timeout=TIMEOUT) == [(True, True)] * 2
+
+
+def evaluate_first(rank: int) -> None:
+    ddp = DistributedDataParallel(Normed(nn.BatchNorm1d(WIDTH)))
+    with torch.inference_mode():
+        ddp(rows(rank))
+    for _ in range(3):
+        ddp(rows(rank)).square().sum().backward()
+    assert equal_on_all(grads(ddp))
+
+
+def test_training_may_follow_an_evaluation_in_inference_mode(pair: RankPool) -> None:
+    pair.run(evaluate_first)

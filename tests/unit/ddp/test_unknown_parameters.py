@@ -107,6 +107,13 @@ def test_other_changes_are_nobodys_business(change: Callable[[nn.Sequential], No
     silent(watched)
 
 
+def test_a_scripted_module_is_left_alone() -> None:
+    module = torch.jit.script(net())
+    watched = watch(module)
+    for _ in range(20):
+        silent(watched)
+
+
 def test_what_the_user_said_to_ignore_is_ignored() -> None:
     module = net()
     watched = watch(module, ("3.weight", "3.bias"))

@@ -143,8 +143,9 @@ class Channel:
     def advance(self) -> None:
         """Do what can be done without waiting for anyone."""
         with self._lock:
-            self._stages.poll()
-            self._advance()
+            if self._failures.error is None:
+                self._stages.poll()
+                self._advance()
 
     def _advance(self) -> None:
         try:
@@ -195,7 +196,8 @@ class Channel:
         until = time.monotonic() + _CHANGE_SECONDS
         while not self.is_over(launched) and time.monotonic() < until:
             with self._lock:
-                if self._has_failed() or self._stages.change(launched, change):
+                # Without a change, what another rank has failed in could still end on a rank that is late.
+                if self._stages.change(launched, change) or self._has_failed():
                     return True
             # All ranks have come, or another one is changing its part just now.
             time.sleep(_SHORT_SLEEP)
@@ -203,7 +205,7 @@ class Channel:
         return False
 
     def _has_failed(self) -> bool:
-        """Whether this rank or another has failed, so that nobody can end what is in flight."""
+        """Whether this rank or another has failed."""
         with contextlib.suppress(CollectiveError):
             self._failures.check_failed(self._others)
         return self._failures.error is not None

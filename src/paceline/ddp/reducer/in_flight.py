@@ -219,7 +219,10 @@ class InFlight:
         """Wait for what is left of a step that was lost: its storage is needed again."""
         if self.broken is not None and not self._group.may_change:
             self._refuse_to_go_on()
-        if self.outcome in RAISED:
+        is_all_launched = (
+            self._bucket_set.report_in_bucket and self._bucket_set.plan.report_bucket in self.launched
+        )
+        if self.outcome in RAISED and not is_all_launched:
             self._launch_rest()
         for number, pending in self.launched.items():
             bucket = self._bucket_set.buckets[number]

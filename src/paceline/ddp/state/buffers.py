@@ -176,11 +176,13 @@ class _SyncedBuffers:
         self._on_host = [tensor.device.type == "cpu" for tensor in local]
         on_host = list(compress(local, self._on_host))
         starts = [*accumulate((_padded(tensor.nbytes) for tensor in on_host), initial=0)]
-        self._flat = torch.empty(starts[-1], dtype=torch.uint8)
-        self._values = [
-            self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, on_host, strict=False)
-        ]
+        # The first forward may be in inference mode, and later ones are not.
+        with torch.inference_mode(mode=False):
+            self._flat = torch.empty(starts[-1], dtype=torch.uint8)
+            self._values = [
+                self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(starts, on_host, strict=False)
+            ]
 
     def are(self, found: Sequence[_Found]) -> bool:
         """Whether these are the same buffers, and none was given data of another shape or type."""

@@ -7,6 +7,7 @@ from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -90,6 +91,8 @@ class UnknownParameters:
         self._ignored = ignored
         self._told: set[str] = set()
         self._forwards = itertools.count()
+        # Scripted modules keep their parameters elsewhere, and cannot get new ones.
+        self._is_scripted = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
         self._remember()
 
     def warn(self, *, is_step_new: bool) -> None:
@@ -121,7 +124,7 @@ class UnknownParameters:
 
     def _remember(self) -> None:
         # These dicts stay the same objects for a module's life.
-        modules = [*self._module.modules()]
+        modules = [] if self._is_scripted else [*self._module.modules()]
         self._dicts = [*map(parameters_of, modules), *map(children_of, modules)]
         self._values = self._values_now()
 
