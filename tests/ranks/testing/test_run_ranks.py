@@ -98,6 +98,7 @@ def fail_on_both(rank: int) -> None:
 
 
 def fail_while_others_wait(rank: int) -> None:
+    dist.barrier()  # both are here
     if rank == 0:
         raise CustomError("left the others waiting")
     dist.all_reduce(torch.ones(1))
