@@ -243,7 +243,7 @@ KINDS = {"one shot": total, "in place": total_in_place}
 
 def change_when_late(rank: int, kind: str) -> None:
     """The last rank is late; the others say so in their last element."""
-    [channel] = channels(1, timeout=0.2)
+    [channel] = channels(1)
     numel = 5 if kind == "one shot" else 2 * MIB  # two chunks
     tensor = torch.ones(numel)
     tensor[-1] = 0
@@ -253,7 +253,7 @@ def change_when_late(rank: int, kind: str) -> None:
     launched = channel.launch(KINDS[kind](channel, tensor))
     if not is_late:
         with pytest.raises(LateRankError):
-            channel.wait(launched)
+            channel.wait(launched, timeout=0.2)
         assert channel.change(launched, lambda: tensor[-1].fill_(1))
         distributed.barrier()
     channel.wait(launched)
@@ -270,7 +270,7 @@ def test_what_a_rank_gave_can_be_changed_until_all_ranks_have_come(ranks: RankPo
 
 
 def give_up_when_late(rank: int, kind: str) -> None:
-    [channel] = channels(1, timeout=0.2)
+    [channel] = channels(1)
     tensor = torch.ones(5 if kind == "one shot" else 2 * MIB)
     is_late = rank == channel.size - 1
     if is_late:
@@ -278,7 +278,7 @@ def give_up_when_late(rank: int, kind: str) -> None:
     launched = channel.launch(KINDS[kind](channel, tensor))
     if not is_late:
         with pytest.raises(LateRankError):
-            channel.wait(launched)
+            channel.wait(launched, timeout=0.2)
         assert channel.give_up(launched)
         tensor.fill_(7)
         distributed.barrier()
@@ -297,7 +297,7 @@ def test_a_collective_that_was_given_up_ends_on_no_rank(ranks: RankPool, kind: s
 
 def change_beside_a_failed_rank(rank: int) -> int | None:
     """Rank 0 is late, rank 2 fails: what rank 1 changes still counts for rank 0."""
-    [channel] = channels(1, timeout=0.2)
+    [channel] = channels(1)
     tensor = torch.zeros(5)
     if rank == 0:
         distributed.barrier()
@@ -308,7 +308,7 @@ def change_beside_a_failed_rank(rank: int) -> int | None:
         return None
     if rank == 1:
         with pytest.raises(LateRankError):
-            channel.wait(launched)
+            channel.wait(launched, timeout=0.2)
         assert channel.change(launched, partial(tensor[-1].fill_, 1))
         distributed.barrier()
         return None

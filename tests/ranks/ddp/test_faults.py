@@ -368,7 +368,7 @@ def absent(rank: int, world: int, hooked: bool) -> str:
 
 
 def late_in_one_step(rank: int, world: int, options: dict[str, Any], hooked: bool) -> tuple[Any, ...]:
-    group = distributed.new_group(timeout=timedelta(seconds=1.5))
+    group = distributed.new_group(timeout=timedelta(seconds=3))
     ddp = make(process_group=group, **options)
     if hooked:
         ddp.register_comm_hook(None, hooks.average())
@@ -378,7 +378,7 @@ def late_in_one_step(rank: int, world: int, options: dict[str, Any], hooked: boo
         optimizer.zero_grad()
         loss = ddp(rank + step + 1.0)
         if step == 2 and rank == world - 1:
-            time.sleep(2.5)
+            time.sleep(4.5)
         try:
             loss.backward()
         except StepError as error:
@@ -389,11 +389,17 @@ def late_in_one_step(rank: int, world: int, options: dict[str, Any], hooked: boo
     return taken, said, [parameter.detach()[:3].tolist() for parameter in ddp.parameters()]
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hook"])
 @pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 25}, {}, {"gradient_as_bucket_view": True}], ids=["one", "many", "views"]
+    ("world", "options", "hooked"),
+    [
+        (2, {"bucket_cap_mb": 25}, False),
+        (2, {}, False),
+        (2, {"gradient_as_bucket_view": True}, False),
+        (2, {}, True),
+        (3, {}, False),
+    ],
+    ids=["one bucket", "many buckets", "views", "hook", "three ranks"],
 )
-@pytest.mark.parametrize("world", [2, 3])
 def test_a_step_that_some_ranks_gave_up_is_lost_on_the_late_rank_too(
     world: int, options: dict[str, Any], hooked: bool
 ) -> None:
