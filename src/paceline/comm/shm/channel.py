@@ -319,12 +319,13 @@ class Channel:
     def _others_in_flight(self) -> list["Channel"]:
         # A list of references and not an iterator: other threads make channels meanwhile.
         channels = [reference() for reference in _channels.valuerefs()]
-        return [each for each in channels if each is not None and each is not self and each.in_flight]
+        others = [each for each in channels if each is not None and each is not self]
+        return [each for each in others if each.in_flight and each._failures.error is None]
 
     def _advance_other_channels(self) -> None:
         """Make progress in other channels: the rank that this one waits for may wait for that."""
         for channel in self._others_in_flight():
-            if channel._failures.error is None and channel._lock.acquire(blocking=False):
+            if channel._lock.acquire(blocking=False):
                 try:
                     # Errors are raised to whoever waits there. Its tensors may be inference tensors.
                     with contextlib.suppress(Exception), torch.inference_mode():
