@@ -467,9 +467,8 @@ add_torch_names(DistributedDataParallel)
 
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (
-    *("process_group", "_group", "_module_buffers", "_unknown_parameters", "_precision", "_reducer"),
-    "_logging",
-    "_owner",
+    *("process_group", "_group", "_owner", "_module_buffers", "_unknown_parameters", "_precision"),
+    *("_reducer", "_logging"),
     *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward"),
 )
 

@@ -172,27 +172,16 @@ class Channel:
         """
         self._wait_for(launched.end, launched.until, on_slow=on_slow, timeout=timeout)
 
-    def change(self, launched: Launched, change: Callable[[], None]) -> bool:
+    def change(self, launched: Launched, change: Callable[[], None] | None) -> bool:
         """Change what this rank has given to a collective, unless all ranks have come and may have read it.
+
+        Args:
+            launched: the collective.
+            change: changes this rank's tensor; None to keep every rank from ending the collective.
 
         Returns:
             Whether it was changed. Then all ranks end the collective with the change.
         """
-        return self._try_to_change(launched, change)
-
-    def give_up(self, launched: Launched) -> bool:
-        """Have every rank fail in a collective, unless all ranks have come and it may have ended on one.
-
-        Returns:
-            Whether the collective has failed on every rank. Then the channel cannot be used any more.
-        """
-        if not self._try_to_change(launched, None):
-            return False
-        with self._lock:
-            self._failures.give_up(launched)
-        return True
-
-    def _try_to_change(self, launched: Launched, change: Callable[[], None] | None) -> bool:
         until = time.monotonic() + _CHANGE_SECONDS
         while not self.is_over(launched) and time.monotonic() < until:
             with self._lock:
@@ -203,6 +192,18 @@ class Channel:
             time.sleep(_SHORT_SLEEP)
             self.advance()
         return False
+
+    def give_up(self, launched: Launched) -> bool:
+        """Have every rank fail in a collective, unless all ranks have come and it may have ended on one.
+
+        Returns:
+            Whether the collective has failed on every rank. Then the channel cannot be used any more.
+        """
+        if not self.change(launched, None):
+            return False
+        with self._lock:
+            self._failures.give_up(launched)
+        return True
 
     def _has_failed(self) -> bool:
         """Whether this rank or another has failed."""
