@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 DEMO   := build/demo
 ACCEPTANCE := tests/docs tests/install tests/launchers tests/libraries
 
-.PHONY: demo test acceptance docs conformance torture launchers versions check bench figures format clean
+.PHONY: demo test acceptance docs conformance torture launchers versions check bench faults figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
@@ -64,6 +64,11 @@ figures: $(READY)
 			|| exit 1; \
 	done
 	$(BIN)/python benchmarks/ddp.py --parts parameters --sides torch paceline floor --figures docs/figures.json
+	$(BIN)/python benchmarks/figures.py --write
+
+# What each fault on one rank does to the others: docs/figures.json and docs/faults.md. Needs root, and two hours or more.
+faults: $(READY)
+	$(BIN)/python benchmarks/faults.py --figures docs/figures.json
 	$(BIN)/python benchmarks/figures.py --write
 
 format: $(READY)

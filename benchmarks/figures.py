@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fault_tables
+
 from paceline.tools.bench.collective_times import format_size
 from paceline.tools.bench.measure import Size, Timing
 
@@ -377,6 +379,19 @@ def launchers(entry: Entry) -> Lines:
     )
 
 
+def faults(wrapper: str, transport: str) -> Callable[[Entry], Lines]:
+    """What came of each fault, with each number of ranks."""
+    return lambda entry: table(*fault_tables.by_world(entry, wrapper, transport))
+
+
+def faults_summary(entry: Entry) -> Lines:
+    """How many faults were told, and ended as they should."""
+    yield from table(*fault_tables.summary(entry))
+    versions = f"Python {entry['python']}, torch {entry['torch']}"
+    yield ""
+    yield f"`{entry['command']}` on {entry['machine']}; {versions}."
+
+
 # By the name of the table: the benchmark whose figures it has, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "collectives": ("collectives", collectives),
@@ -390,6 +405,12 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "ddp-summary": ("ddp", ddp_summary),
     "ddp-world-4": ("ddp_world_4", ddp_steps),
     "ddp-world-8": ("ddp_world_8", ddp_steps),
+    "faults-gloo": ("faults", faults("paceline", "gloo")),
+    "faults-hosts": ("faults", faults("paceline", "hosts")),
+    "faults-shm": ("faults", faults("paceline", "shm")),
+    "faults-summary": ("faults", faults_summary),
+    "faults-torch": ("faults", faults("torch", "gloo")),
+    "faults-torch-barrier": ("faults", faults("torch-barrier", "gloo")),
     "hooks": ("hooks", hooks),
     "hooks-accuracy": ("hooks", hooks_accuracy),
     "hosts": ("hosts", every_result),

@@ -23,6 +23,8 @@ The tree, with the built-in types beside::
     │   ├── HookError                        a communication hook's mistake
     │   │   └── BrokenHookError              one made between two of the hook's collectives
     │   ├── WeightsError                     contributions weighed on some ranks only
+    │   ├── MispairedError                   ranks that would average gradients of different steps
+    │   ├── ReplicaError                     replicas that differ; names the tensor and the rank
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
     ├── CollectiveError (RuntimeError)       a collective in shared memory that could not be finished
     │   ├── LostRankError                    because ranks have ended; names them
@@ -125,7 +127,13 @@ class PeerError(StepError):
 
 
 class StalledError(StepError):
-    """A reduction did not end; the message names step, bucket, parameters and the ranks that are missing."""
+    """A reduction did not end; the message names step, bucket, parameters and the ranks that are missing.
+
+    Attributes:
+        is_late: whether a rank did not come within the group's timeout.
+    """
+
+    is_late = False
 
 
 class HookError(StepError):
@@ -140,12 +148,29 @@ class WeightsError(StepError):
     """Some contributions of a step were weighed and others were not."""
 
 
+class MispairedError(StepError):
+    """Ranks would average gradients of different steps; the message names them."""
+
+
+class ReplicaError(StepError):
+    """Replicas differ; the message names what differs, on which ranks, and since when."""
+
+
 class StrictError(StepError):
     """Strict mode: here torch's wrapper raises."""
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """A collective that could not be finished."""
+    """A collective that could not be finished.
+
+    Attributes:
+        what: the message without ranks. Those of a collective in shared memory are on this host, and may only
+            wait for others themselves.
+    """
+
+    def __init__(self, message: str, what: str | None = None) -> None:
+        super().__init__(message)
+        self.what = message if what is None else what
 
 
 class LostRankError(CollectiveError):

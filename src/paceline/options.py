@@ -12,6 +12,7 @@ from paceline.torch_private import HAS_FORWARD_SYNC_BUFFERS
 
 _MIB = 1024 * 1024
 DEFAULT_CAP_MB = 25
+AUDIT_MODES = ("warn", "raise", "heal", "heal-from-rank-0", "off")
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,13 @@ class WrapperOptions:
     strict: bool = False
     share_attributes: bool = False
     transport: Literal["auto", "c10d"] = "auto"
+    audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "c10d"):
             raise OptionError(f'transport must be "auto" or "c10d" (transport: {self.transport!r})')
+        if self.audit not in (None, *AUDIT_MODES):
+            raise OptionError(f"audit must be one of {AUDIT_MODES} (audit: {self.audit!r})")
         if self.check_reduction:
             _warn_deprecated("`check_reduction` is deprecated and has no effect")
         if self.broadcast_buffers is not None and HAS_FORWARD_SYNC_BUFFERS:
@@ -147,6 +151,7 @@ class WrapperOptions:
             ("delayed parameters", repr(self.delayed)),
             ("mixed precision", repr(self.mixed_precision)),
             ("the transport", repr(self.transport)),
+            ("the audit", repr(self.audit)),
         ]
 
 

@@ -15,6 +15,7 @@ those where a function in between would cost too much. ``ATTRIBUTES``, at the en
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -492,6 +493,27 @@ def autograd_context_id() -> int:
     return int(current()._context_id())
 
 
+# --- Data loaders ---
+
+
+_LoaderIterator: Any = _find("torch.utils.data.dataloader._BaseDataLoaderIter", None)
+
+
+def after_each_batch(call: Callable[[Any], object]) -> None:
+    """Call a function with a loader's iterator after each batch that it gives; never without the name."""
+    if _LoaderIterator is None:
+        return
+    give = _LoaderIterator.__next__
+
+    @functools.wraps(give)
+    def give_and_call(self: Any) -> Any:
+        batch = give(self)
+        call(self)
+        return batch
+
+    _LoaderIterator.__next__ = give_and_call
+
+
 # --- The elastic agent ---
 
 
@@ -603,7 +625,8 @@ ATTRIBUTES = (
     ),
     PrivateAttribute(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
-        "_start_workers _stop_workers _restart_workers _shutdown _pcontext _rdzv_handler _remaining_restarts",
+        "_start_workers _stop_workers _restart_workers _monitor_workers _shutdown _pcontext _rdzv_handler "
+        "_remaining_restarts",
         "tools/run/agent.py",
         "called or overridden by our agent to know the ranks' processes; without them paceline run fails",
     ),

@@ -220,9 +220,8 @@ def judge(plan: Round, rank: int, seconds: float, text: str) -> list[str]:
 
 def named(text: str) -> set[int]:
     """The ranks that an error says are missing."""
-    return {
-        int(rank) for ranks in re.findall(r"missing ranks: \[([\d, ]+)\]", text) for rank in ranks.split(",")
-    }
+    found = re.findall(r"rank (\d+) is missing|missing ranks: \[([\d, ]+)\]", text)
+    return {int(rank) for alone, listed in found for rank in (alone or listed).split(",")}
 
 
 def left_behind(pids: list[int], held_before: set[tuple[int, int]]) -> list[str]:

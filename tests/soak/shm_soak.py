@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from paceline.comm.group import Group
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched
+from paceline.comm.shm.collective import Collective, Launched
 from paceline.comm.shm.collectives import (
     STAGED_CHUNK_BYTES,
     AllToAll,
@@ -31,6 +31,7 @@ from paceline.comm.shm.collectives import (
     as_bytes,
 )
 from paceline.comm.shm.in_place import TwoShotAllReduce
+from paceline.comm.shm.segment import CHUNK_BYTES
 from paceline.comm.shm.transport import local_ranks_of
 from paceline.testing import RankPool
 

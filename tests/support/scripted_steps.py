@@ -12,6 +12,8 @@ from paceline.ddp.buckets.plan import BucketPlan, Slot
 from paceline.ddp.exchange.average import Average
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.recorder_setup import make_recorder
+from paceline.ddp.reducer.nonfinite import NonFiniteGradients
+from paceline.ddp.reducer.pairing import Pairing, StepCounts
 from paceline.ddp.reducer.readiness import Readiness
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.reducer.step_context import StepContext
@@ -79,6 +81,8 @@ def step_context(
         exchange=how,
         group=group,  # type: ignore[arg-type]  # stands in for a group
         weights=weights or Weights(parameters),
+        pairing=Pairing(),
+        non_finite=NonFiniteGradients(),
         buffers=ModuleBuffers(nn.Module(), ()),
         recorder=recorder,
         skip_unused=skip_unused,
@@ -92,20 +96,23 @@ class OtherRank:
     Attributes:
         grads: its gradients by slot, or under weights their weighted sums; a slot without one is unused.
         again: what it gives to each reduction that follows those of the plan's buckets, not divided.
-        report: what it reports besides the slots that it uses.
+        report: what it reports besides the slots that it uses; its user does what this rank's does.
     """
 
     grads: GradsBySlot = field(default_factory=dict)
     again: Sequence[Tensor] = ()
     report: RankReport = field(default_factory=RankReport)
 
-    def contribution(self, context: StepContext, rank: int, number: int) -> Tensor:
-        """What it gives to the reduction of that number, counted from the step's first."""
+    def contribution(self, context: StepContext, rank: int, number: int, given: Tensor) -> Tensor:
+        """What it gives to the reduction of that number, counted from the step's first.
+
+        ``given`` is what this rank gives.
+        """
         plan, in_bucket = context.bucket_set.plan, context.exchange.carries_report
         count = len(plan.buckets)
         factor = 1.0 if self.report.weight is not None else 1 / context.group.size
         if number == count and not in_bucket:
-            return self.written_report(context, rank)
+            return self.written_report(context, rank, given)
         if number >= count:
             return self.again[number - count - (not in_bucket)] * factor
         parameters = context.parameters.local
@@ -117,14 +124,18 @@ class OtherRank:
             return parts[0].to_sparse(1)
         flat = torch.cat([part.flatten() for part in parts])
         if number == plan.report_bucket and in_bucket:
-            return torch.cat([flat, self.written_report(context, rank).to(flat.dtype)])
+            return torch.cat([flat, self.written_report(context, rank, given).to(flat.dtype)])
         return flat
 
-    def written_report(self, context: StepContext, rank: int) -> Tensor:
+    def written_report(self, context: StepContext, rank: int, given: Tensor) -> Tensor:
         """Its report as it travels."""
         used = bytes(slot in self.grads for slot in range(len(context.parameters.slots)))
+        report = replace(self.report, used=used)
+        if not context.group.may_change:
+            own = context.layout.read_counts(given[-context.layout.numel :])
+            report = replace(report, counts=own[context.group.rank])
         written = torch.empty(context.layout.numel)
-        context.layout.write(written, rank, replace(self.report, used=used))
+        context.layout.write(written, rank, report)
         return written
 
 
@@ -152,7 +163,7 @@ class OtherRanks:
         self._seen = call.number + 1
         numbers = [rank for rank in range(context.group.size) if rank != context.group.rank]
         return [
-            other.contribution(context, rank, call.number - self._first)
+            other.contribution(context, rank, call.number - self._first, call.given)
             for rank, other in zip(numbers, self._ranks, strict=True)
         ]
 
@@ -186,6 +197,7 @@ def begun_step(
         context,
         number=number,
         ranks=context.group.size if ranks is None else ranks,
+        counts=StepCounts(),
         accumulated=bytearray(slot in accumulated for slot in range(len(context.parameters.slots))),
         launch_late=launch_late,
         copy_late=copy_late,

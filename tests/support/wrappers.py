@@ -94,7 +94,9 @@ def of_whole_batch(net: nn.Module, step: int = 0, ranks: tuple[int, ...] = (0, 1
 
 def be_impatient() -> None:
     """Look around soon when a wait takes long, for tests in which one will."""
-    pending.SLOW_AFTER = pending.SLOW_EVERY = timedelta(seconds=0.3)
+    soon = timedelta(seconds=0.3)
+    pending.SLOW_AFTER = pending.SLOW_EVERY = soon
+    pending.WorkPending._first_look = pending.WorkPending._next_look = soon
 
 
 def everyones(value: Any, group: Any = None) -> list[Any]:

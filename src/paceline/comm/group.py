@@ -1,12 +1,12 @@
 """One process group, and the collectives on it that the rest of paceline uses."""
 
 import functools
-import itertools
 import pickle
 import warnings
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +20,31 @@ from paceline.comm.backend.process_group import PacelineGroup
 from paceline.comm.host_leaders import HostLeaders
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, WorkPending
-from paceline.comm.shm.local_ranks import LocalRanks
+from paceline.comm.shm.local_ranks import LocalRanks, host_id
 from paceline.comm.shm.transport import SharedMemoryPending, SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, StepError, WrapError
+from paceline.recording.recorder import folder_from_environment
+from paceline.watch.peers import Peers
+from paceline.watch.rank_page import PageAddress
+from paceline.watch.watcher import UNWATCHED, GroupWatch, watch_group
 
 # Long messages of bytes are sent in chunks. When they are sent whole, in both directions at once,
 # acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in chunks
 # 220 ms, which is what the wire needs.
 _CHUNK_BYTES = 256 * 1024
-# Numbers the Groups of one process group in the order in which they are made, the same on every rank. Ranks
-# may be threads of one process.
-_group_numbers: dict[tuple[str, int], "itertools.count[int]"] = {}
+# How many names a rank has used in a process group, see Note [Names of wrappers]. Ranks may be threads of one
+# process.
+_names_used: "Counter[tuple[str, int, str]]" = Counter()
 # How many groups of the same members were opened from a process group: the same number on each of them.
 _opened: "weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+# What this rank knows of the other ranks of each process group.
+_peers: "weakref.WeakKeyDictionary[Any, Peers]" = weakref.WeakKeyDictionary()
 _CPU = torch.device("cpu")
+
+
+# Note [Names of wrappers]. Ranks find each other's notes by the name of the wrapper that they are about. One
+# rank alone may copy a wrapper, or have made others before, so no rank may count for itself: while all ranks
+# make a wrapper they agree on its number. A copy, which a rank makes by itself, is named after its original.
 
 
 class Group:
@@ -42,19 +53,22 @@ class Group:
     Args:
         process_group: any ``torch.distributed.ProcessGroup``. Its name, store, timeout and backend are used
             if it has them; without a store, errors do not say which ranks are missing, nor why.
-        is_ours: whether a Group opened it, so that torch.distributed does not know it.
+        ranks: its members' ranks in the default group, if a Group opened it, so that torch.distributed does
+            not know it.
 
     Attributes:
         name: torch's name for the group, or one that only this process knows.
         may_change: whether its ranks may be others in each step, see ``python_groups.may_change``.
         shared: the shared memory that collectives go through; None if they go over the process group.
         host: the same ranks, for tensors in host memory, if this group is used for an accelerator's.
-        peer_notes: notes that ranks leave for each other when something goes wrong.
+        wrapper: the name of the wrapper that uses it, the same on all ranks; empty until it has one.
+        peer_notes: notes that ranks leave for each other when something goes wrong in the wrapper's step.
+        group_notes: notes that are not about one wrapper alone.
     """
 
-    def __init__(self, process_group: Any, *, is_ours: bool = False) -> None:
+    def __init__(self, process_group: Any, *, ranks: Sequence[int] | None = None) -> None:
         self.process_group = process_group
-        self._is_ours = is_ours
+        self._ranks = ranks
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.name = python_groups.name_of(process_group)
@@ -65,9 +79,51 @@ class Group:
         self._local_ranks: LocalRanks | None = None
         self._sum = c10d.AllreduceOptions()
         self._sum.reduceOp = distributed.ReduceOp.SUM  # type: ignore[assignment]
-        number = next(_group_numbers.setdefault((self.name, self.rank), itertools.count()))
         self._store = process_group.get_group_store()
-        self.peer_notes = PeerNotes(self._store, f"{self.name}/{number}", rank=self.rank, size=self.size)
+        self.group_notes = PeerNotes(self._store, self.name, rank=self.rank, size=self.size)
+        self._use_name("")
+
+    def agree_on_name(self, device: torch.device) -> None:
+        """Name the wrapper that all ranks are making just now; every rank calls this at once.
+
+        Args:
+            device: where to send from.
+        """
+        key = self.name, self.rank, ""
+        own = _names_used[key].to_bytes(8)
+        everyone = self.gather_bytes(own, device) if self.size > 1 else [own]
+        number = max(map(int.from_bytes, everyone))
+        self._use_name(str(number))
+        _names_used[key] = number + 1
+
+    def name_copy(self, original: str) -> None:
+        """Name a copy that this rank has made of a wrapper."""
+        key = self.name, self.rank, original
+        self._use_name(f"{original}-copy{_names_used[key]}")
+        _names_used[key] += 1
+
+    def _use_name(self, wrapper: str) -> None:
+        self.wrapper = wrapper
+        vars(self).pop("watch", None)  # ranks know it by the name
+        self.peer_notes = PeerNotes(self._store, f"{self.name}/{wrapper}", rank=self.rank, size=self.size)
+
+    @functools.cached_property
+    def watch(self) -> GroupWatch:
+        """Tells when this rank waits long for others, and for whom."""
+        if self.size == 1 or self.may_change or not self._is_known or self._store is None:
+            return UNWATCHED
+        return watch_group(
+            rank=self.global_rank,
+            host=host_id(),
+            folder=folder_from_environment(),
+            make_peers=self._make_peers,
+            wrapper=zlib.crc32(f"{self.name}/{self.wrapper}".encode()),
+        )
+
+    def _make_peers(self, own: PageAddress) -> Peers:
+        if self.process_group not in _peers:
+            _peers[self.process_group] = Peers(self._store, self.global_ranks, own)
+        return _peers[self.process_group]
 
     @property
     def backend(self) -> str:
@@ -94,9 +150,21 @@ class Group:
     @property
     def global_ranks(self) -> list[int]:
         """The members' ranks in the default group; in this group if torch.distributed does not know it."""
+        if self._ranks is not None:
+            return list(self._ranks)
         if self._is_known:
             return distributed.get_process_group_ranks(self.process_group)
         return list(range(max(self.size, 1)))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank as users know it."""
+        return self.global_ranks[self.rank]
+
+    def name_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Ranks of this group as users know them: their ranks in the default group."""
+        known = self.global_ranks
+        return [known[rank] for rank in ranks]
 
     @property
     def world(self) -> int:
@@ -125,14 +193,16 @@ class Group:
         Args:
             nbytes: how much shared memory each rank will need.
         """
-        if self.size == 1 or not (self._is_known or self._is_ours) or self._wants_calls:
+        if self.size == 1 or not (self._is_known or self._ranks) or self._wants_calls:
             return
         if (local_ranks := local_ranks_of(self.process_group, self)) is None:
             return
-        channel = local_ranks.open_channel(self, nbytes=nbytes, timeout=self.timeout.total_seconds())
+        channel = local_ranks.open_channel(
+            self, nbytes=nbytes, timeout=self.timeout.total_seconds(), names=self.global_ranks
+        )
         if channel is not None:
             ranks = local_ranks.leader_ranks
-            leaders = None if ranks is None else HostLeaders(self._open(ranks), ranks)
+            leaders = None if ranks is None else HostLeaders(self._open(ranks), self.name_ranks(ranks))
             self.shared = SharedMemoryTransport(channel, local_ranks, leaders)
             self._local_ranks = local_ranks
 
@@ -147,7 +217,7 @@ class Group:
             return
         host, problem = None, ""
         try:
-            host = Group(self._open(range(self.size)), is_ours=True)
+            host = Group(self._open(range(self.size)), ranks=self.global_ranks)
         except RuntimeError as error:  # as when gloo finds no network
             problem = str(error)
         problems = self.gather_objects(problem, device)
@@ -174,7 +244,7 @@ class Group:
         None if this rank is no host leader, or if there is one host.
         """
         ranks = None if self._local_ranks is None else self._local_ranks.leader_ranks
-        return None if ranks is None else Group(self._open(ranks), is_ours=True)
+        return None if ranks is None else Group(self._open(ranks), ranks=self.name_ranks(ranks))
 
     def _open(self, ranks: Sequence[int]) -> Any:
         """Open a process group of some of the ranks, on gloo; only those ranks call this, all at once.

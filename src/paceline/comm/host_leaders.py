@@ -62,6 +62,7 @@ class LeadersPending(WorkPending):
         except RuntimeError as error:
             if self._failed():
                 raise CollectiveError(
-                    f"the reduction between hosts failed (ranks: {list(self._ranks)}, {error})"
+                    f"the reduction between hosts failed (ranks: {list(self._ranks)}, {error})",
+                    f"the reduction between hosts failed: {error}",
                 ) from error
             raise  # from on_slow

@@ -92,7 +92,12 @@ class WorkPending:
             began = time.monotonic()
             try:
                 is_over = self._work.wait(timeout)
-            except (RuntimeError, TimeoutError):  # it takes long, failed, or cannot wait for so long only
+            except (
+                RuntimeError,
+                TimeoutError,
+            ) as error:  # takes long, failed, or cannot wait for so long only
+                if not is_of_collective(error):
+                    raise
                 if self._work.is_completed():
                     break
                 if time.monotonic() - began < timeout.total_seconds() / 2:
@@ -190,6 +195,12 @@ def wait_for_future(future: "torch.futures.Future[Any]", on_slow: OnSlow) -> Non
         while not arrived.wait(timeout.total_seconds()):
             on_slow()
             timeout = SLOW_EVERY
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a collective raised an error, and not a signal handler while it was waited for."""
+    kind = type(error)
+    return isinstance(error, CollectiveError) or kind.__module__.partition(".")[0] in ("builtins", "torch")
 
 
 @functools.cache

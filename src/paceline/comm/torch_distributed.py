@@ -1,5 +1,6 @@
 """Types of torch.distributed that other packages need."""
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -16,14 +17,21 @@ class JoinAlone(Join):
     Args:
         wrapper: the wrapper.
         at_end: called at the end of the block, before its collectives; not if the block raised.
+        naming: makes what is entered around the collectives at the end, to name a rank that is lost.
         arguments: those of torch's context manager.
     """
 
     def __init__(
-        self, wrapper: Joinable, at_end: Callable[[], None], *arguments: bool, **kwargs: Any
+        self,
+        wrapper: Joinable,
+        at_end: Callable[[], None],
+        naming: Callable[[], contextlib.AbstractContextManager[None]],
+        *arguments: bool,
+        **kwargs: Any,
     ) -> None:
         super().__init__([wrapper], *arguments, **kwargs)
         self._at_end = at_end
+        self._naming = naming
 
     def __exit__(
         self,
@@ -34,7 +42,8 @@ class JoinAlone(Join):
         """End the block: take part in the others' steps until they have no inputs either."""
         if kind is None:
             self._at_end()
-        super().__exit__(kind, value, traceback)
+        with self._naming() if kind is None else contextlib.nullcontext():
+            super().__exit__(kind, value, traceback)
 
     def _extract_dist_info(self) -> None:
         [wrapper] = self._joinables

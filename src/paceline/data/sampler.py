@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 
 from paceline.comm.group import choose
 from paceline.data.epoch_progress import EpochProgress, RankSplit
+from paceline.data.recent_samples import RecentSamples
 from paceline.errors import OptionError
 
 # How many indices become Python numbers at a time: all at once would take five times the order's memory.
@@ -154,6 +155,7 @@ class SamplerIterator(Iterator[int]):
         self.positions = self._split.positions(self._sampler.rank)
         self._indices: Iterator[int] | None = None
         self._taken = 0
+        self._recent = RecentSamples()
         self._ended = False
 
     def __next__(self) -> int:
@@ -166,6 +168,7 @@ class SamplerIterator(Iterator[int]):
             self._ended = True
             raise
         self._taken += 1
+        self._recent.add(index)
         return index
 
     def progress(self, consumed: int | None = None) -> EpochProgress:

@@ -4,6 +4,10 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import Group
 from paceline.comm.verify import check_same
+from paceline.ddp.audit.audit import Audit
+from paceline.ddp.audit.buffer_watch import BufferWatch
+from paceline.ddp.audit.catalogue import Catalogue
+from paceline.ddp.audit.ledger import Ledger
 from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.compat.logging_data import log_environment
@@ -22,7 +26,9 @@ from paceline.ddp.state.precision import Precision
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError
 from paceline.options import WrapperOptions
+from paceline.recording.recorder import Recorder
 from paceline.torch_private import fuse_reductions
+from paceline.watch.rank_page import Activity
 
 
 def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *, bytes_at_once: int) -> None:
@@ -30,14 +36,21 @@ def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *
     log_environment(f"rank {group.rank} wraps {type(wrapped.module).__name__}")
     if group.may_change and group.size < 2:
         return  # nobody has met yet, and who comes later is given the state by others
-    turns_of(group.name, group.rank).finish_launched()
-    check_shards(wrapped.params, group)
-    if options.init_sync:
-        check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
-    wrapped.open_transports(group, may_share_memory=options.may_share_memory)
-    if options.init_sync:
-        buffers = options.syncs_buffers_at_start
-        wrapped.broadcast(group, buffers=buffers, source=0, bytes_at_once=bytes_at_once)
+    turns = turns_of(group.process_group)
+    turns.finish_telling(group)
+    turns.finish_launched()
+    with group.watch.waiting(Activity.WRAPPING, 0, then=Activity.OUTSIDE):
+        if options.init_sync or options.may_share_memory:
+            group.agree_on_name(wrapped.device)
+        else:  # nothing is exchanged, so each rank counts for itself
+            group.name_copy("")
+        check_shards(wrapped.params, group)
+        if options.init_sync:
+            check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
+        wrapped.open_transports(group, may_share_memory=options.may_share_memory)
+        if options.init_sync:
+            buffers = options.syncs_buffers_at_start
+            wrapped.broadcast(group, buffers=buffers, source=0, bytes_at_once=bytes_at_once)
 
 
 def build_reducer(
@@ -51,13 +64,16 @@ def build_reducer(
 ) -> Reducer:
     """The reducer of a module's gradients."""
     slots, parameters, _ = wrapped.params
+    recorder = make_recorder(
+        wrapped.module, slots, parameters, caps=options.caps.sizes, device=wrapped.device
+    )
     return Reducer(
         ReducedParameters(wrapped.params),
         group,
         Average(group) if precision is None else LowPrecisionAverage(group),
         _planner(wrapped, options, group),
         buffers,
-        make_recorder(wrapped.module, slots, parameters, caps=options.caps.sizes, device=wrapped.device),
+        recorder,
         AfterStep(parameters, precision),
         BucketOptions(
             as_views=options.gradient_as_bucket_view,
@@ -65,6 +81,27 @@ def build_reducer(
             dtype=None if precision is None else precision.reduce_dtype,
         ),
         strict=_strict(wrapped, group, options, static_graph=static_graph) if options.strict else None,
+        audit=_audit(wrapped, group, buffers, options, recorder),
+    )
+
+
+def _audit(
+    wrapped: WrappedModule, group: Group, buffers: ModuleBuffers, options: WrapperOptions, recorder: Recorder
+) -> Audit | None:
+    """What compares replicas; None if it is switched off, or if there is nothing to compare."""
+    mode = options.audit or ("warn" if wrapped.device.type == "cpu" else "off")
+    writer = recorder.audit_writer(group)
+    if mode == "off" or group.may_change or (group.size == 1 and writer is None):
+        return None
+    named = wrapped.module.named_parameters()
+    return Audit(
+        mode,
+        Catalogue((name, parameter) for name, parameter in named if name not in wrapped.ignored),
+        BufferWatch(wrapped.module, wrapped.ignored),
+        buffers,
+        Ledger(writer),
+        device=wrapped.device,
+        bytes_at_once=buffers.settings.bytes_at_once,
     )
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from paceline.comm.group import Group
 from paceline.ddp.buckets.plan import Slot
 from paceline.recording.recorder import Recorder, folder_from_environment, optimizer_began, optimizer_ended
 from paceline.recording.writer import WrapperDescription
+from paceline.watch.rank_page import Activity
+from paceline.watch.watcher import change_activity
 
 _wrapper_numbers = itertools.count()
 
@@ -65,8 +68,18 @@ def _transport(group: Group) -> str:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: optimizer_began(_parameter_ids(optimizer)))
-    register_optimizer_step_post_hook(lambda optimizer, *_: optimizer_ended(_parameter_ids(optimizer)))
+    register_optimizer_step_pre_hook(_on_optimizer)
+    register_optimizer_step_post_hook(_after_optimizer)
+
+
+def _on_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    change_activity(Activity.OPTIMIZER)
+    optimizer_began(_parameter_ids(optimizer))
+
+
+def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    change_activity(Activity.OUTSIDE)
+    optimizer_ended(_parameter_ids(optimizer))
 
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -33,6 +33,8 @@ from paceline.options import CapOptions, WrapperOptions, strict_mode
 from paceline.recording.recorder import Recorder
 from paceline.torch_private import FIRST_BUCKET_BYTES
 from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
+from paceline.watch.error_words import describe_error
+from paceline.watch.rank_page import Activity
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -76,6 +78,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         share_attributes: look up attributes on the module that the wrapper does not have.
         transport: "auto" reduces in shared memory among ranks of one host, and over the process group between
             hosts; "c10d" does everything over the process group.
+        audit: what to do when replicas differ: "warn", "raise", "heal" (take over the value of most ranks),
+            "heal-from-rank-0", or "off" for not to look. By default "warn" on CPUs, "off" on accelerators.
     """
 
     # What torch asks of the class.
@@ -84,7 +88,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     _get_active_ddp_module = staticmethod(torch_wrapper.active_wrapper)
     _active_ddp_module = torch_wrapper.ActiveWrapper()
 
-    _finalizes_manually = False  # of the class, because older pickles have none
+    # Of the class, because older pickles have none.
+    _finalizes_manually = False
+    _name = ""
 
     require_backward_grad_sync: bool = torch_wrapper.kept_in(
         "_reducer", "syncs", "Whether a backward is synced; ``no_sync`` switches it off."
@@ -130,6 +136,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         strict: bool | None = None,
         share_attributes: bool = False,
         transport: Literal["auto", "c10d"] = "auto",
+        audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -154,6 +161,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             strict=strict_mode(asked=strict),
             share_attributes=share_attributes,
             transport=transport,
+            audit=audit,
         )
         self.module = module
         self.static_graph = False
@@ -166,6 +174,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             in_forward=self._options.syncs_buffers_in_forward(ranks_change=self._group.may_change)
         )
         build.start_equal(self._wrapped, self._group, self._options, bytes_at_once=self.broadcast_bucket_size)
+        self._name = self._group.wrapper
         self._build_parts()
         if static_graph:
             TorchNames(self)._set_static_graph()
@@ -224,12 +233,15 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "a wrapper cannot be called in a forked child, which would take its parent's place among the "
                 "ranks; call the module itself (wrapper.module)"
             )
+        self._group.watch.mark(Activity.FORWARD, self._reducer.step_number)
         if torch.is_grad_enabled():
             self._reducer.check_finalized()
             self._unknown_parameters.warn(is_step_new=self._reducer.is_step_new)
             self.recorder.forward_began()
         synced = self._syncs_now()
+        self._reducer.turns.finish_telling(self._group)
         if synced:
+            self._reducer.before_forward(may_repeat=self._join_config.enable or not self.module.training)
             self._logging.begin_forward()
         if self._join_config.enable:
             self._reducer.turns.finish_launched()
@@ -237,6 +249,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if torch.is_grad_enabled():
             is_inside = torch_wrapper.active_wrapper() is not None
             self._reducer.prepare(nested=self._holds_wrapper or is_inside)
+        self._reducer.context.end_buffer_watch()
         if self._module_buffers.will_sync(BufferHookLocation.PRE_FORWARD):
             self._sync_buffers()
             if torch.is_grad_enabled():
@@ -258,14 +271,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @untraced_with_calls
     def _post_forward(self, output: Any, given: Any = ()) -> Any:
-        if self._module_buffers.will_sync(BufferHookLocation.POST_FORWARD):
-            self._sync_buffers()
+        self._sync_buffers_after_forward()
+        self._group.watch.mark(Activity.OUTSIDE, self._reducer.step_number)
         synced = self._syncs_now()
-        self.require_forward_param_sync = synced
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self._reducer.context.begin_buffer_watch()
+        else:
             self.recorder.forward_ended()
             if synced:
-                self._reducer.turns.expect(self._reducer)
+                self._reducer.expect_backward(training=self.module.training)
             if (context := rpc.current_context()) is not None:
                 output = self._reducer.watch_context(context, output)
             at_start_of_backward(
@@ -273,9 +287,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         return output
 
+    def _sync_buffers_after_forward(self) -> None:
+        if self._module_buffers.will_sync(BufferHookLocation.POST_FORWARD):
+            self._sync_buffers()
+        self.require_forward_param_sync = self._syncs_now()
+
     def _sync_buffers(self) -> None:
         self._reducer.turns.finish_launched()
-        self._reducer.after_step.wait_after_step(self._module_buffers.sync(self._group))
+        step = self._reducer.step_number
+        with self._group.watch.waiting(Activity.BUFFERS, step, then=Activity.FORWARD):
+            futures = self._module_buffers.sync(self._group)
+        self._reducer.after_step.wait_after_step(futures)
 
     def _syncs_now(self) -> bool:
         return torch.is_grad_enabled() and self._reducer.syncs
@@ -286,7 +308,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         # Inside a backward it may be a checkpoint that has recomputed enough. If not, backward raises too.
         if self._syncs_now() and current_backward() == -1:
             try:
-                self._reducer.turns.fail_forward(self._reducer, repr(error))
+                self._reducer.turns.fail_forward(self._reducer, describe_error(error))
             except RuntimeError as another:
                 error.add_note(f"the other ranks could not be told ({another})")
 
@@ -313,6 +335,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         have nothing (weight 0). Until they are averaged, ``.grad`` holds the sum of gradients times weights.
         """
         return self._reducer.weigh(weight)
+
+    def skip(self) -> None:
+        """Take part in this step without a batch, for example because the batch is bad.
+
+        Call it instead of forward and backward, or instead of backward if the loss is bad, and step the
+        optimizer as usual: gradients are averages over the other ranks. If earlier passes of this rank were
+        accumulated under ``no_sync``, these count. No ``finalize_backward()`` is to follow.
+        """
+        with self._logging.noting_errors():
+            if not (self._syncs_now() and self._reducer.counts.has_forward):
+                self._pre_forward()
+                self._sync_buffers_after_forward()
+            if self._syncs_now():
+                with torch.no_grad():
+                    self._reducer.skip()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Run backward from a loss that is a mean over ``weight`` samples or tokens."""
@@ -386,6 +423,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return JoinAlone(
             self,
             self._uneven_inputs.end_launched_step if enable else lambda: None,
+            self._uneven_inputs.naming_lost_ranks if enable else contextlib.nullcontext,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -458,6 +496,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         nn.Module.__setstate__(self, attributes)
         self.process_group = groups.default_process_group()
         self._group = Group(self.process_group)
+        self._group.name_copy(self._name)
         self._wrapped = self._wrapped.refreshed(self._options.delayed)
         self._build_parts()
 

@@ -1,19 +1,22 @@
 """Reads recordings: the files that the ranks of a run have written into a folder."""
 
-import json
 import os
 import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.errors import RecordingError
+from paceline.recording.audit_file import audit_files
+from paceline.recording.description import check_description, parse_description
+from paceline.recording.files import open_file, read_file
 from paceline.recording.ring_buffer import MAGIC, Header
 from paceline.recording.rows import VERSION, SumColumn, row_width
 
-_NAME = re.compile(r"rank(\d+)-wrapper(\d+)-plan(\d+)\.json")
+# With few digits, because a number of thousands of digits cannot be converted.
+_NAME = re.compile(r"rank(\d{1,18})-wrapper(\d{1,18})-plan(\d{1,18})\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def read_recording(folder: Path) -> list[PlanRecording]:
     """
     if not folder.is_dir():
         raise RecordingError(f"there is no such folder ({folder})")
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    paths = _descriptions(folder)
     if not paths:
         raise RecordingError(
             f"there is no recording in the folder ({folder}); record one with `paceline run --record "
@@ -69,20 +72,38 @@ def read_recording(folder: Path) -> list[PlanRecording]:
 
 def delete_recording(folder: Path) -> None:
     """Delete what ranks have recorded in a folder, and no other files."""
-    for path in folder.glob("rank*.json"):
-        if _NAME.fullmatch(path.name):
-            path.unlink()
-            path.with_suffix(".rows").unlink(missing_ok=True)
+    audits = audit_files(folder) if folder.is_dir() else ()
+    for path in (*_descriptions(folder), *audits):
+        for each in (path, path.with_suffix(".rows")):
+            if each.is_symlink() or not each.is_dir():  # of a link, the link itself is deleted
+                each.unlink(missing_ok=True)
 
 
 def read_latest(folder: Path, *, rows: int) -> list[PlanRecording]:
     """Of each rank and wrapper, the last rows of the current plan, without sums; quick, for use in a run."""
-    newest: dict[tuple[str, str], tuple[int, Path]] = {}
-    for path in folder.glob("rank*.json"):
-        if match := _NAME.fullmatch(path.name):
-            rank, wrapper, plan = match.groups()
-            newest[rank, wrapper] = max(newest.get((rank, wrapper), (-1, path)), (int(plan), path))
+    newest: dict[tuple[int, int], tuple[int, Path]] = {}
+    for path in _descriptions(folder):
+        rank, wrapper, plan = _numbers(path)
+        newest[rank, wrapper] = max(newest.get((rank, wrapper), (-1, path)), (plan, path))
     return [read_plan(path, rows=rows) for _, path in newest.values()]
+
+
+def _descriptions(folder: Path) -> list[Path]:
+    """The paths of the descriptions in a folder; none if it is no folder."""
+    try:
+        return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RecordingError(f"the folder cannot be read ({folder}: {error})") from error
+
+
+def _numbers(path: Path) -> tuple[int, int, int]:
+    """The rank, the wrapper and the plan that a description's name tells."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    rank, wrapper, plan = map(int, match.groups())
+    return rank, wrapper, plan
 
 
 def read_plan(path: Path, *, rows: int | None = None) -> PlanRecording:
@@ -91,36 +112,52 @@ def read_plan(path: Path, *, rows: int | None = None) -> PlanRecording:
     Args:
         path: the path of its description.
         rows: at most how many rows; None for all rows, and the sums.
+
+    Raises:
+        RecordingError: the description or the rows cannot be read, whatever is in the files.
     """
-    try:
-        description = json.loads(path.read_text())
-        version = description["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordingError(f"the file is not the description of a recording ({path}: {error})") from error
-    if version != VERSION:
-        raise RecordingError(
-            f"the recording was written by another version of paceline (recording's format: {version}, "
-            f"format that this version reads: {VERSION}, file: {path})"
-        )
+    description = _read_description(path)
     data = path.with_suffix(".rows")
     try:
-        with data.open("rb") as file:
+        file = open_file(data)
+        try:
             return _parse(description, _Cells(file), rows)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
         raise RecordingError(f"the recording is damaged ({data}: {error})") from error
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description = parse_description(read_file(path))
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"the file is not the description of a recording ({path}: {error})") from error
+    if description["version"] != VERSION:
+        raise RecordingError(
+            f"the recording was written by another version of paceline (recording's format: "
+            f"{description['version']}, format that this version reads: {VERSION}, file: {path})"
+        )
+    try:
+        check_description(description)
+        if tuple(description[name] for name in ("rank", "wrapper", "plan")) != _numbers(path):
+            raise ValueError("it is of another rank, wrapper or plan than its name says")
+    except ValueError as error:
+        raise RecordingError(f"the recording is damaged ({path}: {error})") from error
+    return description
 
 
 class _Cells:
     """The 64-bit numbers of a file, of which only the slices asked for are read."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: int) -> None:
         self._file = file
-        self.nbytes = os.fstat(file.fileno()).st_size
+        self.nbytes = os.fstat(file).st_size
 
     def __getitem__(self, cells: slice) -> list[int]:
         numbers = array("q")
         start, end = 8 * cells.start, 8 * cells.stop
-        content = os.pread(self._file.fileno(), end - start, start)
+        content = os.pread(self._file, end - start, start)
         if len(content) < end - start:
             raise ValueError(f"truncated after {self.nbytes} bytes")
         numbers.frombytes(content)
@@ -128,22 +165,21 @@ class _Cells:
 
 
 def _parse(description: dict[str, Any], cells: _Cells, most: int | None) -> PlanRecording:
-    for name in ("rank", "wrapper", "plan"):
-        int(description[name])
     header = cells[0 : len(Header)]
     if header[Header.MAGIC] != MAGIC or header[Header.VERSION] != VERSION:
         raise ValueError("bad header")
     columns, capacity, written = header[Header.COLUMNS], header[Header.CAPACITY], header[Header.ROWS]
-    rows_at = len(Header) + header[Header.SUM_CAPACITY] * len(SumColumn)
+    sums, sum_capacity = header[Header.SUMS], header[Header.SUM_CAPACITY]
+    if not 0 <= sums <= sum_capacity or capacity <= 0 or written < 0:
+        raise ValueError("bad header")
+    rows_at = len(Header) + sum_capacity * len(SumColumn)
     expected = 8 * (rows_at + capacity * columns)
     if columns != row_width(len(description["buckets"])) or cells.nbytes != expected:
         raise ValueError(f"truncated, or of another plan ({cells.nbytes} bytes)")
-    if not 0 <= header[Header.SUMS] <= header[Header.SUM_CAPACITY] or written < 0:
-        raise ValueError("bad header")
     first = max(0, written - (capacity if most is None else min(most, capacity)))
     rows = _records(cells, rows_at, columns, [number % capacity for number in range(first, written)])
-    sums = _records(cells, len(Header), len(SumColumn), range(header[Header.SUMS] if most is None else 0))
-    return PlanRecording(description, rows, sums, written)
+    blocks = _records(cells, len(Header), len(SumColumn), range(sums if most is None else 0))
+    return PlanRecording(description, rows, blocks, written)
 
 
 def _records(cells: _Cells, start: int, width: int, indices: Sequence[int]) -> list[list[int]]:

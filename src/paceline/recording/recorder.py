@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.recording.audit_file import AuditWriter
+from paceline.recording.files import make_folder
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
 from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
@@ -35,6 +37,7 @@ class Recorder:
 
     Attributes:
         unit: what ``count`` counts.
+        optimizer_steps: how many steps optimizers of these parameters have taken.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Recorder:
         self._parameter_ids = frozenset(parameter_ids)
         self._describe = describe
         self.unit = "samples"
+        self.optimizer_steps = 0
         self._folder = folder
         self._writers: list[PlanWriter] = []
         self._next: tuple[WrapperDescription, PlanDescription] | None = None
@@ -73,6 +77,13 @@ class Recorder:
             self.unit = unit
             if self._writers:
                 self._writers[-1].set_unit(unit)
+
+    def audit_writer(self, group: Any) -> AuditWriter | None:
+        """Writes the hashes of replicas into the folder that the environment asks to record in."""
+        if self._folder is None:
+            return None
+        described = self._describe(group)
+        return AuditWriter(self._folder, rank=described.rank, wrapper=described.wrapper)
 
     def forward_began(self) -> None:
         """The wrapper's forward was called."""
@@ -139,7 +150,7 @@ class Recorder:
         """Write what was recorded so far to a folder, for ``paceline report``."""
         self.close()
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for writer in self._writers:
             writer.copy_to(folder)
 
@@ -212,6 +223,7 @@ def optimizer_ended(parameter_ids: Sequence[int]) -> None:
     now = time.monotonic_ns()
     for recorder in _recorders_of(parameter_ids):
         recorder._row[StepColumn.OPTIMIZER_END] = now
+        recorder.optimizer_steps += 1
 
 
 def _recorders_of(parameter_ids: Sequence[int]) -> "list[Recorder]":

@@ -22,6 +22,7 @@ import weakref
 from array import array
 from pathlib import Path
 
+from paceline.recording.files import new_file
 from paceline.recording.rows import VERSION, SumColumn, add_sums
 
 MAGIC = int.from_bytes(b"PACELINE", "little") >> 1
@@ -56,18 +57,19 @@ class RingBuffer:
         self._columns = columns
         self._capacity = max(_FEWEST_ROWS, _BYTES_OF_ROWS // (8 * columns))
         self._rows_at = len(Header) + _SUMS * len(SumColumn)
-        self._file = -1 if path is None else self._create(path)
-        self._reserved = self._nbytes if path is None else 0
-        if path is not None:
-            self._reserve(8 * (self._rows_at + columns))
-            os.truncate(self._file, self._nbytes)
-        self._memory = mmap.mmap(self._file, self._nbytes)
-        self._cells = memoryview(self._memory).cast("q")
-        self._cells[: len(Header)] = array("q", [MAGIC, VERSION, columns, self._capacity, 0, _SUMS, 0, 1])
         self._rows = 0
         self._sums = 0
         self._steps_per_sum = 1
         self._last_sum: list[int] = []
+        self._file = -1
+        self._reserved = 0
+        if path is None:
+            self._reserved = self._nbytes
+            self._map()
+        else:
+            # A new file, because another process may still have an older one of that name mapped.
+            with new_file(path) as file:
+                self._map_file(file)
 
     def append(self, row: list[int], sums: list[int]) -> None:
         """Store a row, and add what it contributes to the sums."""
@@ -87,12 +89,18 @@ class RingBuffer:
         """The bytes that a file of it has."""
         return self._memory[: self._nbytes]
 
-    def _create(self, path: Path) -> int:
-        """Create a new file, because another process may still have an older one of that name mapped."""
-        path.unlink(missing_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        weakref.finalize(self, os.close, file)
-        return file
+    def _map_file(self, file: int) -> None:
+        self._file = os.dup(file)
+        weakref.finalize(self, os.close, self._file)
+        self._reserve(8 * (self._rows_at + self._columns))
+        os.truncate(self._file, self._nbytes)
+        self._map()
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self._file, self._nbytes)
+        self._cells = memoryview(self._memory).cast("q")
+        header = [MAGIC, VERSION, self._columns, self._capacity, 0, _SUMS, 0, 1]
+        self._cells[: len(Header)] = array("q", header)
 
     @property
     def _nbytes(self) -> int:

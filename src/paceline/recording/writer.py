@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.recording.files import make_folder, write_file
 from paceline.recording.ring_buffer import RingBuffer
 from paceline.recording.rows import VERSION, row_width
 
@@ -99,7 +100,7 @@ class PlanWriter:
         columns = row_width(len(plan.buckets))
         try:
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             self.ring = RingBuffer(columns, None if folder is None else self._path(folder, "rows"))
             if folder is not None:
                 self._write_description(folder)
@@ -131,8 +132,9 @@ class PlanWriter:
     def copy_to(self, folder: Path) -> None:
         """Write both files to a folder."""
         self._write_description(folder)
-        if folder != self._folder:
-            self._path(folder, "rows").write_bytes(self.ring.content())
+        # In its own folder, however it is spelled, the file is the ring itself and must stay.
+        if self._folder is None or folder.resolve() != self._folder.resolve():
+            write_file(self._path(folder, "rows"), self.ring.content())
 
     def delete_files(self) -> None:
         """Delete both files, if there are any."""
@@ -141,10 +143,7 @@ class PlanWriter:
                 self._path(self._folder, suffix).unlink(missing_ok=True)
 
     def _write_description(self, folder: Path) -> None:
-        path = self._path(folder, "json")
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(self._description()))
-        unfinished.replace(path)  # in one move, so that nobody reads half of it
+        write_file(self._path(folder, "json"), json.dumps(self._description()).encode("ascii"))
 
     def _description(self) -> dict[str, object]:
         sizes = self._wrapper.nbytes

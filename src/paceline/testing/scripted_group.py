@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import Pending
 from paceline.errors import LateRankError
+from paceline.watch.watcher import UNWATCHED
 
 # How often a wait for a rank that never comes calls ``on_slow`` before it raises.
 _CALLS_BEFORE_TIMEOUT = 3
@@ -118,7 +119,7 @@ class ScriptedGroup:
         self.global_ranks = list(range(size) if global_ranks is None else global_ranks)
         self.world = max(size, *(member + 1 for member in self.global_ranks))
         self.gloo_threads = 1
-        self.process_group: Any = None
+        self.process_group: Any = _NoProcessGroup()
         self.may_change = may_change
         self.shared: Any = None
         self.host: Any = None
@@ -126,13 +127,32 @@ class ScriptedGroup:
         self.calls: list[ScriptedCall] = []
         self.waits: list[int] = []
         self.local_calls: list[str] = []
+        self.wrapper = ""
         self._others = others
         self._store = _DictStore()
-        self.peer_notes = self.notes_of(rank)
+        self.peer_notes = self.group_notes = self.notes_of(rank)
+        self.watch = UNWATCHED
 
     def notes_of(self, rank: int) -> PeerNotes:
         """The notes as another rank writes and reads them."""
         return PeerNotes(self._store, self.name, rank=rank, size=self.size)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's in the default group."""
+        return self.global_ranks[self.rank]
+
+    def name_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """The members' ranks in the default group."""
+        return [self.global_ranks[rank] for rank in ranks]
+
+    def agree_on_name(self, device: torch.device) -> None:  # noqa: ARG002
+        """Is noted in ``local_calls``: there is one wrapper at most."""
+        self.local_calls.append("agree_on_name")
+
+    def name_copy(self, original: str) -> None:
+        """Name a copy of the wrapper."""
+        self.wrapper = f"{original}-copy"
 
     def count_ranks(self) -> int:
         """The number of ranks now."""
@@ -313,6 +333,10 @@ class ScriptedPending:
             f"a collective did not end within the timeout of {seconds:g} s "
             f"(call: {self._call.number}, {self._call.kind}, here: rank {self._group.rank})"
         )
+
+
+class _NoProcessGroup:
+    """What a group's process group is, where that is used as a key."""
 
 
 class _DictStore:

@@ -1,6 +1,13 @@
-"""Numbers as text with a unit, with as many digits as are meaningful."""
+"""Numbers as text with a unit, with as many digits as are meaningful; and text for a terminal."""
 
 from collections.abc import Iterable
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin in one line, with control characters escaped, which a terminal would obey."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
+    )
 
 
 def milliseconds(value: float) -> str:

@@ -3,6 +3,7 @@
 import click
 
 import paceline
+from paceline.tools.audit.command import audit
 from paceline.tools.bench.command import bench
 from paceline.tools.doctor.command import doctor
 from paceline.tools.report.command import report
@@ -15,5 +16,5 @@ def main() -> None:
     """Train PyTorch models on several ranks, and see where the time goes."""
 
 
-for command in (run, report, doctor, bench):
+for command in (run, report, doctor, bench, audit):
     main.add_command(command)

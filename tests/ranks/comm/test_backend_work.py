@@ -214,7 +214,10 @@ def test_shared_memory_is_mapped_for_every_mode() -> None:
 
 
 def names() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline")]
+    """Of the backend's threads; those of the watcher and of notes last as long as the process."""
+    others = ("paceline-watcher", "paceline-store", "paceline-notes")
+    own = [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline")]
+    return [name for name in own if name not in others]
 
 
 def ended(rank: int) -> None:

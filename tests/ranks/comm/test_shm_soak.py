@@ -11,7 +11,7 @@ import torch
 from shm_soak import DTYPES, KINDS, OPS, Stream, Task
 from torch import distributed
 
-from paceline.comm.shm.collective import CHUNK_BYTES
+from paceline.comm.shm.segment import CHUNK_BYTES
 from paceline.testing import RankPool
 
 MIB = 1 << 20

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from wrappers import be_impatient
+from wrappers import be_impatient, train, two_layers
 
 from paceline import DistributedDataParallel, hooks
 from paceline.errors import HookError, PeerError, StalledError, StepError
@@ -105,6 +107,92 @@ def test_a_failed_step_leaves_nothing_behind(
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_interrupted_step_is_told_too(pair: RankPool, where: str) -> None:
     pair.run(failing, where, "interrupted", (1,), False, False, True)
+
+
+class SavedAndChanged(nn.Module):
+    """torch itself raises in its backward, in C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, *, fails: bool) -> Tensor:
+        squared = self.weight.square()
+        result = squared.square().sum()
+        if fails:
+            squared.detach().mul_(2)
+        return result
+
+
+def raise_at_this_line(_: Tensor) -> None:
+    raise KeyError("planted words")
+
+
+def words_of_backward(rank: int, kind: str, transport: Any) -> str:
+    ddp = DistributedDataParallel(SavedAndChanged(), transport=transport)
+    ddp(fails=False).backward()
+    if rank == 1 and kind == "Python":
+        ddp.module.weight.register_hook(raise_at_this_line)
+    try:
+        ddp(fails=rank == 1 and kind == "C++").backward()
+    except (KeyError, RuntimeError) as error:
+        assert sys.gettrace() is None
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("transport", ["auto", "c10d"])
+@pytest.mark.parametrize(
+    ("kind", "words", "function"),
+    [
+        ("Python", "KeyError('planted words')", "raise_at_this_line"),
+        ("C++", "modified by an inplace operation", "words_of_backward"),
+    ],
+)
+def test_what_backward_raised_is_told_with_its_words_and_its_line(
+    pair: RankPool, kind: str, words: str, function: str, transport: str
+) -> None:
+    told, _ = pair.run(words_of_backward, kind, transport)
+    assert told.startswith("PeerError: rank 1 raised")
+    assert words in told
+    assert re.search(rf"test_faults\.py:\d+ in {function}\) in backward of step 1", told), told
+
+
+class NoReprError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError(self.args)
+
+
+class OddReprError(Exception):
+    def __repr__(self) -> str:
+        return "\udc80"
+
+
+def raises_without_words(rank: int, kind: type[Exception], where: str) -> str:
+    ddp = DistributedDataParallel(two_layers())
+
+    def fail(*_: object) -> None:
+        raise kind
+
+    if rank == 1 and where == "forward":
+        ddp.module.register_forward_pre_hook(fail)
+    elif rank == 1:
+        next(ddp.parameters()).register_hook(fail)
+    try:
+        train(ddp, rank)
+    except (PeerError, kind) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "words"), [(NoReprError, "NoReprError"), (OddReprError, "\\udc80")])
+def test_an_exception_that_has_no_words_is_told_too(
+    pair: RankPool, kind: type[Exception], words: str, where: str
+) -> None:
+    told, own = pair.run(raises_without_words, kind, where)
+    assert told.startswith(f"PeerError: rank 1 raised {words} (")
+    assert own.startswith(kind.__name__)
 
 
 def small_ones(rank: int) -> None:
@@ -424,7 +512,7 @@ def test_a_rank_that_runs_no_backward_is_named(hooked: bool) -> None:
         assert "bucket 0 (" in text
         assert "first" in text
         assert f"of step 2 was not reduced on rank {rank}" in text
-        assert "have not come to it: [2]" in text
+        assert "rank 2 is missing: it sleeps or waits at" in text
 
 
 def killed(rank: int, after_error: bool) -> None:

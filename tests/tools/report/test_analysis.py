@@ -10,7 +10,8 @@ from paceline.errors import RecordingError
 from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn
 from paceline.tools.report.analysis import RunAnalysis, analyse
-from paceline.tools.report.stragglers import delays_against_others, late_period
+from paceline.tools.report.delays import SyncTimes, delays_against_others, own_backward_ends
+from paceline.tools.report.stragglers import late_period
 from paceline.tools.report.wrapper_runs import wrapper_runs
 
 Analyse = Callable[[Run], RunAnalysis]
@@ -67,6 +68,7 @@ def test_a_rank_that_becomes_a_straggler_is_found_with_its_figures(analysed: Ana
     assert late.step_ms - (late.other_step_ms or 0) == pytest.approx(12.1, abs=0.4)
     assert found.figures_from_step == 300
     assert "Rank 2 has been a straggler since step 300: 12.1 ms behind the other ranks" in found.summary
+    assert found.summary.endswith("which wait for it; it is slow in backward.")
     assert [each.kind for each in found.suggestions] == ["straggler"]
 
 
@@ -137,6 +139,15 @@ def test_a_straggler_before_the_detailed_steps_is_found_in_the_sums(analysed: An
     assert abs(late.first_step - 200) <= late.first_step_error
     assert late.last_step is not None
     assert abs(late.last_step - 499) <= late.first_step_error
+
+
+@pytest.mark.usefixtures("small_rings")
+def test_waits_for_buffers_count_in_the_sums(analysed: Analyse) -> None:
+    slow = Slow(1, 15, since=200, until=500, part="data")
+    [late] = analysed(Run(ranks=3, steps=900, buffers=0.5, slow=[slow])).stragglers
+    assert late.rank == 1
+    assert late.late_ms == pytest.approx(15, abs=1)
+    assert abs(late.first_step - 200) <= late.first_step_error + 1
 
 
 def test_stragglers_on_hosts_with_other_clocks_are_found_by_waits(analysed: Analyse) -> None:
@@ -225,6 +236,22 @@ def test_each_rank_is_compared_with_the_median_of_the_others() -> None:
     assert delays_against_others([10, 13]) == [-3, 3]
     assert delays_against_others([5, 5, 5]) == [0, 0, 0]
     assert delays_against_others([7]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        ([(0, 1, 10), (0, 51, 60), (50, 51, 60)], [10, 10, 59]),
+        ([(50, 51, 60), (0, 51, 60), (0, 51, 60)], [60, 60, 60]),
+        ([(50, 51, 60), (0, 51, 90), (0, 51, 60)], [60, 90, 60]),
+        ([(0, 0, 10), (0, 0, 60), (50, 50, 60)], [10, 60, 60]),
+    ],
+    ids=["one waits for the late rank", "all wait for it", "one waits and is slow", "no buffers"],
+)
+def test_a_delay_that_was_passed_on_with_the_buffers_does_not_count(
+    ranks: list[tuple[int, int, int]], ends: list[int]
+) -> None:
+    assert own_backward_ends([SyncTimes(*each) for each in ranks]) == ends
 
 
 def test_the_late_period_is_where_delays_add_up() -> None:

@@ -46,9 +46,9 @@ def train(rank: int, folder: Path, buffers: bool, late_rank: int = 1) -> None:
 
 
 def current_straggler(folder: Path) -> Straggler:
-    """The straggler at the end; before, on a busy machine, any rank may have been one."""
+    """The worst straggler at the end; on a busy machine another rank may be a little late, or was before."""
     [(_, analysis)] = analyse_recording(folder)
-    [current] = [each for each in analysis.stragglers if each.last_step is None]
+    current, *_ = [each for each in analysis.stragglers if each.last_step is None]
     return current
 
 

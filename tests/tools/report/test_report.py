@@ -3,7 +3,9 @@
 import base64
 import gzip
 import json
+import os
 import re
+import stat
 import sys
 import zlib
 from itertools import pairwise
@@ -179,6 +181,48 @@ def test_the_terminal_shows_a_summary_and_where_the_page_is(tmp_path: Path) -> N
     assert "Rank 1 has been a straggler since step 20: 12.0 ms behind" in result.output
     assert f"page: {tmp_path / 'report.html'}" in result.output
     assert (tmp_path / "report.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_text_of_a_recording_has_no_effect_on_the_terminal(tmp_path: Path) -> None:
+    write(Run(ranks=1, steps=30, module="Net\x1b]0;title\x07\u202e\n[red]", data=90), tmp_path)
+    result = paceline(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert r"Net\x1b]0;title\x07\u202e\n[red] on rank 0" in result.output
+    assert all(each.isprintable() for each in result.output.replace("\n", ""))
+
+
+@pytest.mark.parametrize("output", ["report.html", "trace.json", "scalars/Net/rank0", "scalars/Net"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nothing_is_written_through_a_link(tmp_path: Path, output: str) -> None:
+    run, kept, link = tmp_path / "run", tmp_path / "kept", tmp_path / "run" / output
+    write(Run(ranks=1, steps=3), run)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    kept.mkdir() if "scalars" in output else kept.write_text("mine")
+    link.symlink_to(kept)
+    result = paceline(run, "--trace", run / "trace.json", "--tensorboard", run / "scalars")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
+    assert f"{link} is a symbolic link" in result.output
+    assert not any(kept.iterdir()) if kept.is_dir() else kept.read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_written_is_for_its_owner_only(tmp_path: Path) -> None:
+    write(Run(ranks=1, steps=3), tmp_path)
+    assert (
+        paceline(tmp_path, "--trace", tmp_path / "t.json", "--tensorboard", tmp_path / "logs").exit_code == 0
+    )
+    written = [tmp_path / "report.html", tmp_path / "t.json", *(tmp_path / "logs").rglob("*")]
+    modes = {stat.S_IMODE(each.stat().st_mode) for each in written if each.is_file()}
+    assert (modes, len(written)) == ({0o600}, 5)
+
+
+def test_a_fifo_in_place_of_a_recording_does_not_block_the_report(tmp_path: Path) -> None:
+    write(Run(ranks=1, steps=3), tmp_path)
+    (tmp_path / "rank0-wrapper0-plan1.json").unlink()
+    os.mkfifo(tmp_path / "rank0-wrapper0-plan1.json")
+    result = paceline(tmp_path)
+    assert result.exit_code == 1
+    assert "rank0-wrapper0-plan1.json: it is not a regular file" in result.output
 
 
 def test_the_page_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

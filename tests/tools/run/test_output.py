@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.tools.run.console import Console, Destination, Source, StatusLine
-from paceline.tools.run.progress import RunProgress
+from paceline.tools.run.progress import RunProgress, SlowestRank
 from paceline.tools.run.rank_output import LONGEST_LINE, LineBuffer, OutputThread, RankStream
 
 
@@ -30,7 +30,7 @@ class Pieces(io.StringIO):
 
 
 def progress(step: int) -> RunProgress:
-    return RunProgress(step, 12.5, 800.0, "rows", 0.25, 1, 0.004)
+    return RunProgress(step, 12.5, 800.0, "rows", 0.25, SlowestRank(1, 0.004, "backward"))
 
 
 SILENT = StatusLine(Destination(io.StringIO()), lambda: None, lambda: 80)
@@ -168,7 +168,8 @@ def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("paceline.tools.run.console.time.monotonic", lambda now=now: now)
         told.append(status.due())
     line = (
-        "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication overlapped, rank 1 slowest by 4 ms"
+        "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication overlapped, "
+        "rank 1 slowest by 4 ms, in backward"
     )
     assert told == [None, None, line.format(30), None]
     assert status.last() == line.format(99)

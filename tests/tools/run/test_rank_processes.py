@@ -36,3 +36,18 @@ def test_a_rank_that_was_killed_before_the_others_were_stopped_was_not_stopped(t
     news.tell()
     found = {each.rank: (each.exit_code, each.was_stopped) for each in processes.failures()}
     assert found == {0: (-signal.SIGTERM, True), 1: (-signal.SIGKILL, False)}
+
+
+def test_the_session_of_a_rank_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    news: Any = LateNews()
+    processes = RankProcesses(news, lambda: tmp_path, owns_all_children=False)
+    ranks = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in range(2)}
+    processes.started(ranks)
+    ranks[1].kill()
+    ranks[1].wait()
+    assert [(rank, each.id.pid) for rank, each in processes.running().items()] == [(0, ranks[0].pid)]
+    assert {leader.pid for leader in processes._sessions} == {ranks[0].pid}
+    processes.stop()
+    ranks[0].wait()
+    assert processes.running() == {}
+    assert processes._sessions == set()

@@ -112,10 +112,11 @@ def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp
         (["--no-python", "--patch", "true"], 2, "only Python scripts can be patched"),
         (["--duplicate-stdout-filters", "x", "."], 2, "use --log-dir (options: duplicate_stdout_filters)"),
         (["--redirects", "3", "."], 2, "use --log-dir (options: redirects)"),
+        (["--stall", "30", "."], 2, "--stall must be kill:SECONDS, for example kill:30 (--stall: 30)"),
         (["--no-python", "./missing"], 127, "could not be started"),
         (["-m", "missing_module"], 1, "No module named missing_module"),
     ],
-    ids=["script", "no ranks", "not a number", "patch", "filters", "redirects", "program", "module"],
+    ids=["script", "no ranks", "not a number", "patch", "filters", "redirects", "stall", "program", "module"],
 )
 def test_what_cannot_be_run_is_said(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
     ran = paceline("run", *arguments, folder=tmp_path)

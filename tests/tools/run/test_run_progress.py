@@ -7,7 +7,7 @@ import pytest
 
 from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
-from paceline.tools.run.progress import progress, read_progress
+from paceline.tools.run.progress import SlowestRank, progress, read_progress
 
 MS = 1_000_000
 
@@ -26,7 +26,8 @@ def row(step: int, *, late: int = 0, kind: StepKind = StepKind.ORDINARY, count: 
 
 
 def recording(rank: int, rows: list[list[int]], *, wrapper: int = 0) -> PlanRecording:
-    description = {"rank": rank, "wrapper": wrapper, "plan": 1, "unit": "rows"}
+    description = {"rank": rank, "wrapper": wrapper, "plan": 1, "unit": "rows", "module": "Net"}
+    description |= {"group": [0, 1], "buckets": [{}], "exchange": "average"}
     return PlanRecording(description, rows, [], len(rows))
 
 
@@ -39,9 +40,9 @@ def test_the_figures_are_of_the_steps_that_all_ranks_have_ended() -> None:
     assert found.steps_per_second == pytest.approx(10)
     assert found.units_per_second == pytest.approx(120)
     assert found.overlap == pytest.approx(0.5)
-    assert (found.slowest_rank, found.delay) == (1, pytest.approx(0.007))
+    assert found.slowest == SlowestRank(1, pytest.approx(0.007), "backward")
     assert str(found) == (
-        "step 9, 10 steps/s, 120 rows/s, 50% of communication overlapped, rank 1 slowest by 7 ms"
+        "step 9, 10 steps/s, 120 rows/s, 50% of communication overlapped, rank 1 slowest by 7 ms, in backward"
     )
 
 
@@ -49,12 +50,13 @@ def test_delays_where_module_buffers_are_synchronised_count_too() -> None:
     ranks = [[row(step) for step in range(8)] for rank in range(2)]
     for late, rows in enumerate(ranks):
         for cells in rows:
-            cells[StepColumn.FORWARD_START] = cells[StepColumn.BEGIN] + 5 * late * MS
             cells[StepColumn.BUFFERS_END] = cells[StepColumn.BEGIN] + 6 * MS
+            cells[StepColumn.BEGIN] += 5 * late * MS
+            cells[StepColumn.FORWARD_START] = cells[StepColumn.BEGIN]
             cells[StepColumn.BACKWARD_END] += (1 - late) * MS
     found = progress([recording(rank, rows) for rank, rows in enumerate(ranks)])
     assert found is not None
-    assert (found.slowest_rank, found.delay) == (1, pytest.approx(0.005))
+    assert found.slowest == SlowestRank(1, pytest.approx(0.005), "data loading and other")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_ranks_that_are_late_in_turn_or_hardly_are_not_named(late: Callable[[int
     ranks = [[row(step, late=late(step, rank)) for step in range(8)] for rank in range(2)]
     found = progress([recording(rank, rows) for rank, rows in enumerate(ranks)])
     assert found is not None
-    assert found.slowest_rank is None
+    assert found.slowest is None
     assert str(found) == "step 7, 10 steps/s, 50% of communication overlapped"
 
 
@@ -99,3 +101,9 @@ def test_a_folder_without_recordings_gives_nothing(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
     (tmp_path / "rank0-wrapper0-plan0.json").write_text("{")
     assert read_progress(tmp_path) is None
+
+
+def test_what_ranks_count_has_no_effect_on_the_terminal() -> None:
+    damaged = recording(0, [row(step, count=8) for step in range(5)])
+    damaged.description["unit"] = "\x1b[2Jrows"
+    assert r"80 \x1b[2Jrows/s" in str(progress([damaged]))

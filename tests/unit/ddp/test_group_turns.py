@@ -1,21 +1,36 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.ddp.reducer import group_turns
 from paceline.ddp.reducer.group_turns import GroupTurns, turns_of
 from paceline.ddp.reducer.step_report import StepOutcome
+from paceline.testing import ScriptedGroup
 
 
 class StandIn:
     """Notes what is done to it, in a log that several share."""
 
     def __init__(
-        self, name: str, log: list[str], *, is_syncing: bool = True, fails: str = "", is_manual: bool = False
+        self,
+        name: str,
+        log: list[str],
+        *,
+        is_syncing: bool = True,
+        fails: str = "",
+        is_manual: bool = False,
+        group: ScriptedGroup | None = None,
+        is_awaited: bool = False,
     ) -> None:
+        self.group = group or ScriptedGroup(size=1)
+        self.awaited = is_awaited
+        self.step_number = 0
+        self.counts = SimpleNamespace(forwards=0)
         self.name = name
         self.is_syncing = is_syncing
         self.is_launched = False
@@ -37,12 +52,21 @@ class StandIn:
     def follow_up(self) -> None:
         self._note("follow_up")
 
-    def give_up(self, outcome: StepOutcome, reason: str) -> None:
-        self._note("give_up", outcome.name, reason)
+    def give_up(self, outcome: StepOutcome, reason: str | None) -> None:
+        self._note("give_up", outcome.name, reason or "what backward raises")
 
-    def drop(self) -> None:
+    def drop(self, *, counts: bool = False) -> None:
         self.is_syncing = False
-        self._note("drop")
+        self._note("drop", *["counted"] * counts)
+
+    def is_awaited(self) -> bool:
+        return self.awaited
+
+    def are_buffers_awaited(self) -> bool:
+        return False
+
+    def send_buffers(self) -> None:
+        pass
 
     def note_lost_backward(self) -> None:
         self._note("note_lost_backward")
@@ -178,32 +202,103 @@ def test_a_reducer_that_is_gone_or_has_left_is_not_expected() -> None:
     assert log == ["first finish", "first follow_up"]
 
 
-def test_a_forward_that_raised_is_told_by_the_first_that_the_others_will_finish() -> None:
+def wrappers_of(group: ScriptedGroup, log: list[str], awaited: str = "") -> list[StandIn]:
+    return [
+        StandIn(name, log, group=group, is_awaited=name == awaited) for name in ("first", "second", "third")
+    ]
+
+
+@pytest.mark.parametrize("raised", ["first", "second", "third"])
+@pytest.mark.parametrize("awaited", ["first", "second", "third"])
+def test_a_forward_that_raised_is_told_by_the_one_that_others_wait_for(raised: str, awaited: str) -> None:
     log: list[str] = []
-    first, second, third = (StandIn(name, log) for name in ("first", "second", "third"))
-    turns = group_of(first, second, third)
-    turns.expect(third)
-    turns.expect(first)
-    turns.fail_forward(second, "ValueError()")
-    assert log == ["second drop", "third drop", "first give_up RAISED_IN_FORWARD ValueError()"]
+    reducers = wrappers_of(ScriptedGroup(), log, awaited)
+    turns = group_of(*reducers)
+    for reducer in reducers:
+        turns.expect(reducer)
+    turns.fail_forward(next(each for each in reducers if each.name == raised), "ValueError()")
+    others = [f"{each.name} drop" for each in reducers if each.name != awaited]
+    assert log == [*others, f"{awaited} give_up RAISED_IN_FORWARD ValueError()"]
 
 
-def test_a_forward_that_raised_alone_is_told_by_its_own_reducer() -> None:
+def test_if_no_rank_waits_because_all_have_raised_nobody_is_told() -> None:
     log: list[str] = []
-    first, second = StandIn("first", log), StandIn("second", log)
-    group_of(first, second).fail_forward(second, "ValueError()")
-    assert log == ["second give_up RAISED_IN_FORWARD ValueError()"]
+    group = ScriptedGroup()
+    group.notes_of(1).note_lost_forward({"": [0]}, raised=True)
+    reducers = wrappers_of(group, log)
+    turns = group_of(*reducers)
+    for reducer in reducers:
+        turns.expect(reducer)
+    turns.fail_forward(reducers[1], "ValueError()")
+    assert log == [f"{each.name} drop counted" for each in reducers]
 
 
-def test_a_backward_that_raises_is_told_by_the_first_in_sync() -> None:
+def test_if_it_is_not_known_who_waits_the_others_are_told_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_turns, "_TELL_SECONDS", 0.0)
     log: list[str] = []
-    reducers = [StandIn("first", log, is_syncing=False), StandIn("second", log), StandIn("third", log)]
+    group = ScriptedGroup()
+    group.notes_of(1).note_lost_forward({"": [7]}, raised=True)  # of an earlier time
+    reducers = wrappers_of(group, log)
+    for reducer in reducers:
+        reducer.step_number = 8
+    turns = group_of(*reducers)
+    for reducer in reducers:
+        turns.expect(reducer)
+    turns.fail_forward(reducers[1], "ValueError()")
+    assert log == []
+    reducers[2].awaited = True
+    turns.finish_telling(group)
+    turns.finish_telling(group)
+    assert log == ["first drop", "second drop", "third give_up RAISED_IN_FORWARD ValueError()"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_forward_that_is_called_again_is_told_only_if_others_wait(waits: bool) -> None:
+    log: list[str] = []
+    group = ScriptedGroup()
+    reducer = StandIn("only", log, group=group, is_awaited=waits)
+    turns = group_of(reducer)
+    reducer.counts.forwards = 1
+    if not waits:
+        group.notes_of(1).note_lost_forward({"": [0, 1]}, raised=False)
+    assert turns.abandon_forward(reducer) != waits
+    assert [line.partition(" called")[0] for line in log] == ["only give_up ABANDONED"] * waits
+
+
+def test_a_wrapper_that_is_used_no_more_does_not_delay_the_telling() -> None:
+    log: list[str] = []
+    group = ScriptedGroup()
+    old, new = StandIn("old", log, group=group), StandIn("new", log, group=group)
+    turns = group_of(old)
+    turns.expect(old)
+    turns.join(new)
+    turns.fail_forward(new, "ValueError()")
+    assert log == ["old drop", "new give_up RAISED_IN_FORWARD ValueError()"]
+
+
+def test_a_forward_that_raised_in_the_only_wrapper_is_told_at_once() -> None:
+    log: list[str] = []
+    reducer = StandIn("only", log, group=ScriptedGroup())
+    group_of(reducer).fail_forward(reducer, "ValueError()")
+    assert log == ["only give_up RAISED_IN_FORWARD ValueError()"]
+
+
+def test_a_backward_that_raises_is_told_by_the_one_that_others_wait_for() -> None:
+    log: list[str] = []
+    group = ScriptedGroup()
+    reducers = [
+        StandIn("first", log, is_syncing=False, group=group),
+        StandIn("second", log, group=group, is_awaited=True),
+        StandIn("third", log, group=group),
+    ]
     turns = group_of(*reducers)
     with pytest.raises(ZeroDivisionError, match="planned"):
         backward(begin(turns, *reversed(reducers)), fail)
     noted, told = log[:3], log[3:]
     assert sorted(noted) == [f"{name} note_lost_backward" for name in ("first", "second", "third")]
-    assert told == ["third drop", "second give_up RAISED_IN_BACKWARD an exception"]
+    assert told == ["first drop", "third drop", "second give_up RAISED_IN_BACKWARD what backward raises"]
 
 
 def test_a_backward_that_raises_and_is_not_synced_is_not_told() -> None:
@@ -219,7 +314,7 @@ def test_what_fails_while_a_lost_backward_is_told_does_not_hide_its_exception() 
     turns = group_of(reducer := StandIn("first", log, fails="give_up"))
     with pytest.raises(ZeroDivisionError, match="planned"):
         backward(begin(turns, reducer), fail)
-    assert log[-1] == "first give_up RAISED_IN_BACKWARD an exception"
+    assert log[-1] == "first give_up RAISED_IN_BACKWARD what backward raises"
 
 
 def test_after_a_lost_backward_the_next_one_ends_as_ever() -> None:
@@ -246,9 +341,9 @@ def test_a_backward_may_outlive_the_wrapper() -> None:
 
 
 def test_groups_take_turns_by_themselves() -> None:
-    assert turns_of("one", 0) is turns_of("one", 0)
-    assert turns_of("one", 0) is not turns_of("two", 0)
-    assert turns_of("one", 0) is not turns_of("one", 1)
+    one, two = ScriptedGroup(name="one").process_group, ScriptedGroup(name="one").process_group
+    assert turns_of(one) is turns_of(one)
+    assert turns_of(one) is not turns_of(two)
 
 
 def test_a_step_that_its_user_ends_is_only_launched_by_backward() -> None:

@@ -26,6 +26,7 @@ from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer import in_flight as in_flight_file
 from paceline.ddp.reducer.in_flight import InFlight
+from paceline.ddp.reducer.report_checks import check_reports
 from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome
 from paceline.errors import BrokenHookError, HookError, LostRankError, PeerError, StalledError, StepError
@@ -109,7 +110,7 @@ def test_a_rank_that_raised_is_named_with_its_reason(outcome: StepOutcome, where
     summary = in_flight.read_report(RankReport())
     text = rf"rank 2 raised ValueError\('no such row'\) in {where} of step 6; .*\(here: rank 1\)"
     with pytest.raises(PeerError, match=text):
-        in_flight.check(summary)
+        check_reports(summary, context.group, STEP)
 
 
 def test_a_rank_that_never_comes_is_missing() -> None:
@@ -146,7 +147,19 @@ def test_a_rank_that_has_died_is_told_to_those_that_cannot_see_it() -> None:
     with pytest.raises(StalledError, match="rank 1 has ended"):
         next(in_flight.finished())
     assert group.notes_of(2).stopped(STEP) == {0: "bucket 0"}
-    assert group.notes_of(2).reason(STEP, 0) == "LostRankError('rank 1 has ended')"
+    assert (group.notes_of(2).said_missing(STEP, 0) or "").endswith("(rank 1 has ended)")
+
+
+def test_what_another_rank_says_of_a_missing_one_is_passed_on() -> None:
+    group = ScriptedGroup(others=never(0))
+    context = make(group)
+    in_flight = in_flight_of(context)
+    launch(in_flight, context, 0)
+    notes = group.notes_of(0)
+    notes.note_missing(STEP, "rank 5 is missing: it has ended")
+    notes.note_stopped(STEP, "bucket 0")
+    with pytest.raises(StalledError, match=r"^step 6: rank 5 is missing: it has ended; the step is lost"):
+        next(in_flight.finished())
 
 
 def test_a_wait_ends_if_another_rank_notes_that_it_has_stopped() -> None:
@@ -176,7 +189,7 @@ def test_zeros_are_launched_for_what_is_left_with_the_outcome() -> None:
     first, second, last = (call.given for call in group.calls)
     assert [first.tolist(), second.tolist(), last[:5].tolist()] == [[1, 1], [0] * 3, [0] * 5]
     report = sent_report(context, group.calls[2])
-    assert report.raised == {0: StepOutcome.RAISED_IN_BACKWARD}
+    assert report.lost == {0: StepOutcome.RAISED_IN_BACKWARD}
     assert report.used == [0, 0, 0]
     assert group.waits == []
 
@@ -216,7 +229,7 @@ def test_a_report_beside_the_buckets_follows_the_zeros() -> None:
     in_flight.launch_zeros(StepOutcome.RAISED_IN_FORWARD)
     assert sent_numels(group) == [2, 3, 5, context.layout.numel]
     assert group.waits == [0, 1, 2, 3]
-    assert sent_report(context, group.calls[3]).raised == {0: StepOutcome.RAISED_IN_FORWARD}
+    assert sent_report(context, group.calls[3]).lost == {0: StepOutcome.RAISED_IN_FORWARD}
     in_flight.wait_for_remaining()
     assert len(group.calls) == 4
 
@@ -255,13 +268,13 @@ def test_a_hook_with_a_wrong_result_raises_when_the_others_have_been_told(what: 
     with pytest.raises(HookError, match=rf"hook: wrong, bucket: 0, .*{text}") as raised:
         finish(step)
     assert len(group.calls) == 1
-    assert sent_report(context, group.calls[0]).raised == {0: StepOutcome.RAISED_IN_BACKWARD}
+    assert sent_report(context, group.calls[0]).lost == {0: StepOutcome.RAISED_IN_BACKWARD}
     assert group.notes_of(1).reason(STEP, 0) == repr(raised.value)
 
 
 def test_another_ranks_wrong_result_is_a_peers_error() -> None:
     told = OtherRank(report=RankReport(outcome=StepOutcome.RAISED_IN_BACKWARD))
-    group = ScriptedGroup(others=lambda _: [told.written_report(context, 1)])
+    group = ScriptedGroup(others=lambda call: [told.written_report(context, 1, call.given)])
     context = make(group, returning(lambda bucket: bucket.buffer()))
     group.notes_of(1).note_reason(STEP, "HookError('got: str')")
     with pytest.raises(PeerError, match=r"rank 1 raised HookError\('got: str'\) in backward of step 6"):
@@ -276,7 +289,7 @@ def test_a_mistake_in_a_reduction_after_the_report_is_confirmed_on_all_ranks(mis
 
     def others(call: ScriptedCall) -> list[Tensor]:
         flags = torch.tensor([0.0, mistaken == 1])
-        return [late.written_report(context, 1) if call.number == 0 else flags]
+        return [late.written_report(context, 1, call.given) if call.number == 0 else flags]
 
     def result(bucket: Any) -> Tensor:
         calls.append(bucket.index())

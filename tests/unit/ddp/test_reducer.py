@@ -148,7 +148,7 @@ def test_a_pass_without_a_weight_after_a_weighted_one_is_refused_and_told() -> N
     with pytest.raises(WeightsError, match="weigh every pass, or none"):
         loss.backward()
     told = sent_report(this.reducer.context, this.group.calls[-1])
-    assert told.raised == {0: StepOutcome.RAISED_IN_BACKWARD}
+    assert told.lost == {0: StepOutcome.RAISED_IN_BACKWARD}
     assert_works(this)
 
 
@@ -267,7 +267,7 @@ def test_a_backward_that_raises_here_is_told_and_the_next_step_works(steps: int)
     sent = this.group.calls[before:]
     assert len(sent) == len(this.reducer.context.bucket_set.buckets)
     told = sent_report(this.reducer.context, sent[-1])
-    assert told.raised == {0: StepOutcome.RAISED_IN_BACKWARD}
+    assert told.lost == {0: StepOutcome.RAISED_IN_BACKWARD}
     assert_grads(this.parameters, {})
     assert this.reducer.last_error == f"an exception in backward of step {steps}"
     assert_works(this)
@@ -291,9 +291,7 @@ def test_a_forward_that_raises_here_is_told_and_the_next_step_works() -> None:
     this = Rank()
     this.reducer.prepare()
     this.reducer.turns.fail_forward(this.reducer, "ValueError('planned')")
-    assert sent_report(this.reducer.context, this.group.calls[-1]).raised == {
-        0: StepOutcome.RAISED_IN_FORWARD
-    }
+    assert sent_report(this.reducer.context, this.group.calls[-1]).lost == {0: StepOutcome.RAISED_IN_FORWARD}
     assert this.group.notes_of(1).reason(0, 0) == "ValueError('planned')"
     assert_works(this)
 

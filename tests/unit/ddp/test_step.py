@@ -223,7 +223,7 @@ def test_a_rank_without_inputs_sends_zeros_and_gets_the_average() -> None:
     one, two = random_grads(parameters), random_grads(parameters)
     context, group, _ = scripted_context(parameters, *PLAN, others=[OtherRank(one), OtherRank(two)])
     step = begun_step(context)
-    step.contribute_nothing()
+    step.contribute_nothing(StepOutcome.NO_INPUTS)
     summary = finish(step)
     assert summary.without_inputs == [0]
     assert not any(call.given[:2].any() for call in group.calls)

@@ -31,7 +31,7 @@ def test_counts_and_flags_add_up(dtype: torch.dtype) -> None:
     assert found.late == [1, 2]
     assert found.unfrozen
     assert found.buffers_changed
-    assert not found.raised
+    assert not found.lost
     assert found.weights == [None, None]
 
 
@@ -55,7 +55,18 @@ def test_who_raised_and_where(dtype: torch.dtype) -> None:
         RankReport(used=b"\0", outcome=StepOutcome.RAISED_IN_FORWARD),
     ]
     found = exchanged(reports, dtype)
-    assert found.raised == {0: StepOutcome.RAISED_IN_BACKWARD, 2: StepOutcome.RAISED_IN_FORWARD}
+    assert found.lost == {0: StepOutcome.RAISED_IN_BACKWARD, 2: StepOutcome.RAISED_IN_FORWARD}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_who_has_gradients_that_are_not_finite(dtype: torch.dtype) -> None:
+    reports = [
+        RankReport(used=b"\1", non_finite=True, weight=3.0),
+        RankReport(used=b"\1", weight=2.0),
+        RankReport(used=b"\1", non_finite=True, outcome=StepOutcome.NO_INPUTS),
+    ]
+    found = exchanged(reports, dtype)
+    assert (found.non_finite, found.weights, found.without_inputs) == ([0, 2], [3.0, 2.0, None], [2])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -74,3 +85,37 @@ def test_many_ranks_count_as_used_even_where_the_count_is_rounded() -> None:
     found = exchanged([RankReport(used=b"\1\0")] * 300, torch.bfloat16)
     assert found.used[0] > 0
     assert found.used[1] == 0
+
+
+def digests_of(reports: list[RankReport], dtype: torch.dtype) -> list[int]:
+    layout = ReportLayout(slots=2, buckets=1, world=len(reports), with_order=True, with_digests=True)
+    total = torch.zeros(layout.numel, dtype=dtype)
+    for rank, report in enumerate(reports):
+        row = torch.empty(layout.numel, dtype=dtype)
+        layout.write(row, rank, report)
+        total += row
+    return layout.read_digests(total)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_digests_that_differ_arrive_to_the_bit(dtype: torch.dtype) -> None:
+    told = [2**64 - 1, 1, 0xFEDCBA9876543210]
+    assert digests_of([RankReport(used=b"\1\1", digest=digest) for digest in told], dtype) == told
+
+
+def test_equal_digests_are_not_decoded_and_a_rank_without_one_cannot_differ() -> None:
+    assert digests_of([RankReport(digest=7)] * 3, torch.float32) == [7]
+    assert digests_of([RankReport()] * 3, torch.float32) == []
+    assert digests_of([RankReport(digest=7), RankReport()], torch.float32) == []
+
+
+def test_a_report_that_differs_in_its_digests_alone_is_not_decoded_again() -> None:
+    layout = ReportLayout(slots=2, buckets=1, world=1, with_order=False, with_digests=True)
+    row = torch.empty(layout.numel)
+    found = []
+    for digest in (5, 6):
+        layout.write(row, 0, RankReport(used=b"\1\1", digest=digest))
+        found.append(layout.read(row))
+    assert found[0] is found[1]
+    layout.write(row, 0, RankReport(used=b"\1\0", digest=6))
+    assert layout.read(row) is not found[0]

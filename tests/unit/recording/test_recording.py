@@ -1,6 +1,5 @@
 """Recordings are bounded, can be read at any time, and errors say what is missing."""
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -14,9 +13,7 @@ from paceline.errors import RecordingError
 from paceline.recording import ring_buffer
 from paceline.recording.reader import PlanRecording, read_latest, read_recording
 from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
-from paceline.recording.ring_buffer import RingBuffer
 from paceline.recording.rows import (
-    VERSION,
     BucketColumn,
     StepColumn,
     StepKind,
@@ -24,7 +21,7 @@ from paceline.recording.rows import (
     row_sums,
     row_width,
 )
-from paceline.recording.writer import PlanDescription, WrapperDescription
+from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 PLAN = PlanDescription([[2, 1], [0]], "the average")
 
@@ -133,7 +130,7 @@ def test_a_step_is_recorded_as_it_happened(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
     columns, steps = row_width(2), 60_000
-    ring = RingBuffer(columns, tmp_path / "rank0-wrapper0-plan0.rows")
+    ring = PlanWriter(describe(0), PLAN, 0, unit="samples", folder=tmp_path).ring
     size = (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size
     row = [0] * columns
     for step in range(steps):
@@ -142,8 +139,6 @@ def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
         row[StepColumn.COUNT] = 3
         ring.append(row, row_sums(row, next_begin=17 + 7 * step, communication=0))
     assert (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size == size < 5_000_000
-    described = {"version": VERSION, "buckets": [{}, {}], "rank": 0, "wrapper": 0, "plan": 0}
-    (tmp_path / "rank0-wrapper0-plan0.json").write_text(json.dumps(described))
     [recording] = read_recording(tmp_path)
     assert recording.written == steps
     kept = [row[StepColumn.STEP] for row in recording.rows]

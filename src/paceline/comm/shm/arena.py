@@ -55,9 +55,13 @@ class Arena:
         nbytes = round_up(numel * dtype.itemsize)
         try:
             span = self.take_addresses(nbytes)
+        except OSError:
+            return None
+        try:
             self._segment.reserve(span.offset, nbytes)
             window = self._segment.at(span.offset, nbytes)
         except OSError:
+            self.free(span)
             return None
         memory = (ctypes.c_ubyte * nbytes).from_address(window.data_ptr())
         weakref.finalize(memory, self._drop, span, window).atexit = False

@@ -357,6 +357,11 @@ def make_channel(segment: Segment, number: int, size: int) -> None:
     make_claims(claims, size)
 
 
+def map_channel(segment: Segment, number: int, size: int) -> None:
+    """Map a channel's semaphores; raises OSError if that is not possible."""
+    segment.at(*_layout(number, size))
+
+
 def _check_not_exiting() -> None:
     if _exiting.is_set():
         raise CollectiveError("the interpreter exits")

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.arena import Span
-from paceline.comm.shm.segment import Segment
+from paceline.comm.shm.segment import CHUNK_BYTES, Segment
+from paceline.errors import CollectiveError
 
-# The longest chunk; a multiple of any element's size.
-CHUNK_BYTES = 4 << 20
 # Each rank has this many staging buffers per channel, each for one chunk.
 STAGING_BUFFERS = 4
 STAGING_BYTES = STAGING_BUFFERS * CHUNK_BYTES
@@ -117,7 +116,13 @@ class Launched:
         offset, first_buffer = self.places[rank]
         if first_buffer != IN_PLACE:
             chunk = (first_buffer + chunk) % STAGING_BUFFERS
-        return self.segment.at(offset + chunk * CHUNK_BYTES + start, nbytes, dtype)
+        try:
+            return self.segment.at(offset + chunk * CHUNK_BYTES + start, nbytes, dtype)
+        except OSError as error:  # what was not needed when the channel was made: see open_channel
+            raise CollectiveError(
+                f"the memory that ranks of one host share cannot be mapped here ({error}); if a limit on "
+                'address space (ulimit -v) cannot be raised, use transport="c10d"'
+            ) from error
 
 
 class Headers:

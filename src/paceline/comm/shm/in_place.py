@@ -12,8 +12,9 @@ from torch import Tensor
 
 from paceline.comm.pending import Pending
 from paceline.comm.shm.channel import Channel
-from paceline.comm.shm.collective import CHUNK_BYTES, Collective, Launched, Until
+from paceline.comm.shm.collective import Collective, Launched, Until
 from paceline.comm.shm.collectives import ReduceFunction, chunk_count
+from paceline.comm.shm.segment import CHUNK_BYTES
 
 # Begins to combine a tensor with those of other hosts, in place.
 ReduceBetweenHosts = Callable[[Tensor], Pending]

@@ -19,7 +19,7 @@ import torch
 
 from paceline.comm.shm import libc
 from paceline.comm.shm.arena import Arena, Span
-from paceline.comm.shm.channel import Channel, make_channel
+from paceline.comm.shm.channel import Channel, make_channel, map_channel
 from paceline.comm.shm.collective import STAGING_BYTES
 from paceline.comm.shm.segment import HEAD, HEAD_BYTES, MAX_RANKS, RankLocks, Segment
 
@@ -27,6 +27,8 @@ from paceline.comm.shm.segment import HEAD, HEAD_BYTES, MAX_RANKS, RankLocks, Se
 HOST_VARIABLE = "PACELINE_HOST_ID"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SECRET_BYTES = 32
+# A wrapper has two bucket plans in most runs. Blocks of another size have other addresses.
+_PLANS = 2
 # With its number it tells processes apart; forks of one process have it in common.
 _PROCESS = secrets.token_hex(_SECRET_BYTES)
 
@@ -72,18 +74,22 @@ class LocalRanks:
         self._unused: list[int] = []
         self._dropped: dict[int, tuple[Span, object]] = {}
 
-    def open_channel(self, group: Gatherer, *, nbytes: int, timeout: float) -> Channel | None:
+    def open_channel(
+        self, group: Gatherer, *, nbytes: int, timeout: float, names: Sequence[int] | None = None
+    ) -> Channel | None:
         """Make a channel; every rank of the group calls this at once.
 
         Args:
             group: all its ranks.
             nbytes: how much shared memory the channel's user will need per rank.
             timeout: how many seconds to wait for others.
+            names: the group's ranks as users know them; by default, their ranks in the group.
 
         Returns:
-            None, on every rank, if some rank does not have that much memory.
+            None, on every rank, if some rank does not have that much memory, or cannot map what the others
+            have.
         """
-        number, problem = None, None
+        number, reserved, problem = None, None, None
         dropped = self._dropped.copy()  # another channel may be garbage collected at any time
         try:
             reserved = self.arena.reserve(nbytes + (STAGING_BYTES if self._segment.is_limited else 0))
@@ -92,26 +98,48 @@ class LocalRanks:
                 make_channel(self._segment, number, len(self.ranks))
         except OSError as error:
             problem = f"rank {group.rank}: {error}"
-        everyone = group.gather_objects((number, problem, list(dropped)))
-        self._reclaim([everyone[rank][2] for rank in self.ranks])
-        problems = [theirs for _, theirs, _ in everyone if theirs is not None]
+        everyone = group.gather_objects((number, reserved, problem, list(dropped)))
+        self._reclaim([everyone[rank][3] for rank in self.ranks])
+        problems = [theirs for _, _, theirs, _ in everyone if theirs is not None]
         if not problems:
-            return self._channel(everyone[self.ranks[0]][0], timeout)
+            agreed = everyone[self.ranks[0]][0]
+            problems = self._map_ahead(group, agreed, [everyone[rank][1] for rank in self.ranks])
+        if not problems:
+            return self._channel(agreed, timeout, names)
         if number is not None:
             self._unused.append(number)
-        if problem is None:
+        if reserved is not None:
             self.arena.release_unused(reserved)
         if group.rank == 0:
             _warn(f"not enough shared memory, so gradients go over the process group ({'; '.join(problems)})")
         return None
 
-    def _channel(self, number: int, timeout: float) -> Channel:
+    def _map_ahead(self, group: Gatherer, number: int, reserved: Sequence[Span]) -> list[str]:
+        """Map a channel, and what it will use of every rank's region; returns what went wrong, on any rank.
+
+        A limit on address space may let a rank reserve memory that it cannot map, or not that of the others.
+        Later, in the middle of a step, ranks could not change to another way together.
+        """
+        problem, windows = None, []
+        try:
+            map_channel(self._segment, number, len(self.ranks))
+            for span in reserved:
+                # Staging buffers, the blocks of the first bucket plan, and those of the plan that follows it.
+                windows += self._segment.map_ahead(span.offset, STAGING_BYTES + _PLANS * span.nbytes)
+        except OSError as error:
+            problem = f"rank {group.rank}: {error}"
+        problems = [theirs for theirs in group.gather_objects(problem) if theirs is not None]
+        if problems:
+            self._segment.unmap(windows)  # a rank whose address space is limited needs it for other things
+        return problems
+
+    def _channel(self, number: int, timeout: float, names: Sequence[int] | None) -> Channel:
         staging = self.arena.take_addresses(STAGING_BYTES)
         channel = Channel(
             self._segment,
             self.arena,
             number,
-            self.ranks,
+            self.ranks if names is None else [names[rank] for rank in self.ranks],
             self.rank,
             self._locks,
             timeout=timeout,

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from paceline.comm.pending import SLOW_AFTER, SLOW_EVERY, OnSlow
+from paceline.comm import pending
+from paceline.comm.pending import OnSlow
 from paceline.comm.shm.collective import Headers, Launched, decoded
 from paceline.comm.shm.segment import RankLocks
 from paceline.comm.shm.semaphores import Signal
@@ -24,14 +25,14 @@ class WaitTimer:
         now = time.monotonic()
         self.timeout = timeout
         self._end = now + timeout
-        self._next = now + SLOW_AFTER.total_seconds()
+        self._next = now + pending.SLOW_AFTER.total_seconds()
         self._on_slow = on_slow
 
     def tick(self) -> None:
         """Call ``on_slow`` if it is time for that."""
         now = time.monotonic()
         if now > self._next:
-            self._next = now + SLOW_EVERY.total_seconds()
+            self._next = now + pending.SLOW_EVERY.total_seconds()
             self._on_slow()
 
     @property
@@ -75,13 +76,17 @@ class PeerFailures:
     def raise_again(self) -> NoReturn:
         """Raise the error, in a new object: each has a traceback of its own."""
         assert self.error is not None
-        raise type(self.error)(str(self.error))
+        raise type(self.error)(str(self.error), self.error.what)
 
     def fail(self, error: BaseException) -> None:
         """Give up because of an error of this rank, unless it had failed before, and tell the others."""
         if self.error is None:
-            self.error = CollectiveError(f"a collective failed (rank: {self._names[self._rank]}, {error!r})")
-            self._headers.write_failure(self._rank, repr(error))
+            name = self._names[self._rank]
+            self.error = CollectiveError(f"a collective failed (rank: {name}, {error!r})")
+            words = f"rank {name} raised {error!r}"
+            if isinstance(error, CollectiveError) and error.what != str(error):
+                words = error.what
+            self._headers.write_failure(self._rank, words)
             self._signal.post()
 
     def give_up(self, launched: Launched) -> None:
@@ -106,13 +111,13 @@ class PeerFailures:
             # What a rank sent before it ended may have come meanwhile.
             missing = find_missing()
             if lost := [other for other in ended if other in missing]:
-                self.error = LostRankError(self._describe("cannot end, because ranks have ended", lost))
+                self.error = LostRankError(*self._describe("cannot end, because ranks have ended", lost))
                 raise self.error
         self.check_failed(missing)
         timer.tick()
         if timer.is_over:
             raise LateRankError(
-                self._describe(f"did not end within the timeout of {timer.timeout:g} s", missing)
+                *self._describe(f"did not end within the timeout of {timer.timeout:g} s", missing)
             )
 
     def check_failed(self, others: Sequence[int]) -> None:
@@ -120,10 +125,14 @@ class PeerFailures:
         for other in others:
             if self._signal.has_come(other, 1):
                 what = f"cannot end, because a rank failed: {self._headers.read_failure(other)}"
-                self.error = CollectiveError(self._describe(what, [other]))
+                self.error = CollectiveError(*self._describe(what, [other]))
                 raise self.error
 
-    def _describe(self, what: str, others: Sequence[int]) -> str:
-        names = [self._names[other] for other in others]
+    def _describe(self, what: str, others: Sequence[int]) -> tuple[str, str]:
+        """The message, and the same without ranks."""
+        names, here = [self._names[other] for other in others], self._names[self._rank]
         text = self._in_flight[0].text if self._in_flight else "nothing"
-        return f"a collective {what} (missing ranks: {names}, here: rank {self._names[self._rank]}, {text})"
+        return (
+            f"a collective {what} (missing ranks: {names}, here: rank {here}, {text})",
+            f"a collective {what}: {text}",
+        )

@@ -19,8 +19,9 @@ import secrets
 import stat
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +37,12 @@ MAX_RANKS = 1024
 _FILE_BYTES = REGIONS + MAX_RANKS * REGION_BYTES
 
 PAGE = os.sysconf("SC_PAGESIZE")
-# The file is mapped in windows of this size.
-_WINDOW_BYTES = 1 << 30
+# The longest chunk of a collective; a multiple of any element's size.
+CHUNK_BYTES = 4 << 20
+# The file is mapped in windows that begin at multiples of this; of head and channels little is used. A window
+# is longer by a chunk, so that every chunk that begins in it is in it.
+_WINDOW_STEP = 1 << 30
+_HEAD_WINDOW_STEP = 16 << 20
 # The number of windows that stay mapped; they take address space only.
 _MAX_WINDOWS = 256
 _MAX_VIEWS = 4096
@@ -45,6 +50,8 @@ _MAX_VIEWS = 4096
 _RESERVE_BYTES = 4 << 20
 # Locks need no memory behind them: an offset where nothing else is.
 _LOCKS = 1 << 62
+# A mapped part of the file: its offset and length.
+Window: TypeAlias = tuple[int, int]
 _SHM = Path("/dev/shm")  # noqa: S108  # not a temporary file of a guessable name
 
 
@@ -60,7 +67,7 @@ class Segment:
         self.file = file
         self.path = path
         self._owner = os.getpid()
-        self._windows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._windows: OrderedDict[Window, Tensor] = OrderedDict()
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._close = weakref.finalize(self, os.close, file)
         _segments.add(self)
@@ -143,6 +150,29 @@ class Segment:
                 view = self._views[offset, nbytes, dtype] = self._bytes(offset, nbytes).view(dtype)
         return view
 
+    def map_ahead(self, offset: int, nbytes: int) -> list[Window]:
+        """Map all windows in which chunks of these bytes of a region begin; returns those that are new.
+
+        Raises:
+            OSError: that is not possible. None of them is mapped then.
+        """
+        new: list[Window] = []
+        try:
+            for start in range(offset // _WINDOW_STEP * _WINDOW_STEP, offset + nbytes, _WINDOW_STEP):
+                window = _window(start, 0)
+                if window not in self._windows:
+                    self._bytes(start, 0)
+                    new.append(window)
+        except OSError:
+            self.unmap(new)
+            raise
+        return new
+
+    def unmap(self, windows: Iterable[Window]) -> None:
+        """Unmap windows that nobody has used yet."""
+        for window in windows:
+            self._windows.pop(window, None)
+
     def _bytes(self, offset: int, nbytes: int) -> Tensor:
         start, length = _window(offset, nbytes)
         window = self._windows.get((start, length))
@@ -211,10 +241,11 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _window(offset: int, nbytes: int) -> tuple[int, int]:
+def _window(offset: int, nbytes: int) -> Window:
     """Which part of the file to map in order to see some bytes of it: its offset and length."""
-    start = offset // _WINDOW_BYTES * _WINDOW_BYTES
-    if offset + nbytes <= start + _WINDOW_BYTES:
-        return start, _WINDOW_BYTES
+    step = _WINDOW_STEP if offset >= REGIONS else _HEAD_WINDOW_STEP
+    start = offset // step * step
+    if offset + nbytes <= start + step + CHUNK_BYTES:
+        return start, step + CHUNK_BYTES
     start = offset // PAGE * PAGE
     return start, round_up(offset + nbytes - start)

@@ -20,7 +20,6 @@ from paceline.comm.pending import Pending
 from paceline.comm.shm.arena import Span
 from paceline.comm.shm.claims import MAX_CHUNKS_AHEAD, SliceClaims
 from paceline.comm.shm.collective import (
-    CHUNK_BYTES,
     IN_PLACE,
     STAGING_BUFFERS,
     Collective,
@@ -30,7 +29,7 @@ from paceline.comm.shm.collective import (
     encoded,
 )
 from paceline.comm.shm.peer_failures import PeerFailures
-from paceline.comm.shm.segment import Segment
+from paceline.comm.shm.segment import CHUNK_BYTES, Segment
 from paceline.comm.shm.semaphores import Signal
 
 # How many seconds to sleep while another rank reduces this rank's slice: not longer than that takes.

@@ -230,6 +230,7 @@ class TorchNames:
         if groups.belongs_to(new_process_group):
             wrapper.process_group = new_process_group
             wrapper._group = Group(new_process_group)
+            wrapper._group.agree_on_name(wrapper._wrapped.device)
             wrapper._wrapped.open_transports(
                 wrapper._group, may_share_memory=wrapper._options.may_share_memory
             )

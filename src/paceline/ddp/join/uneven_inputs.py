@@ -6,6 +6,7 @@ the broadcast of module buffers, and a reduction per bucket, of zeros. At the en
 model, and the state of its optimizers, from a rank that had inputs to the last.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from paceline.ddp.state.buffers import ModuleBuffers
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError, StepError
 from paceline.torch_private import disable_join
+from paceline.watch.rank_page import Activity
 
 
 class ActiveRanks(NamedTuple):
@@ -39,18 +41,22 @@ class ActiveRanks(NamedTuple):
         return self.ranks[-1]
 
 
-def exchange_active(group: Group, device: torch.device, *, active: bool, synced: bool) -> ActiveRanks:
+def exchange_active(
+    group: Group, device: torch.device, *, active: bool, synced: bool, step: int
+) -> ActiveRanks:
     """Tell the other ranks whether this one has inputs and will sync, and hear the same from them."""
     told = torch.zeros(group.size + 1, device=device)
     told[group.rank] = float(active)
     told[group.size] = float(active and synced)
-    group.all_reduce(told).wait(lambda: None)
+    with group.watch.waiting(Activity.INPUTS, step, then=Activity.OUTSIDE):
+        group.all_reduce(told).wait(lambda: None)
     *flags, syncing = map(round, told.tolist())
     ranks = [rank for rank, flag in enumerate(flags) if flag]
     if 0 < syncing < len(ranks):
         raise StepError(
             "some ranks synchronise this step and others only accumulate "
-            f"(ranks with inputs: {ranks}, synchronising: {syncing}, this rank: {group.rank})"
+            f"(ranks with inputs: {group.name_ranks(ranks)}, synchronising: {syncing}, "
+            f"this rank: {group.global_rank})"
         )
     return ActiveRanks(ranks, synced=syncing > 0)
 
@@ -93,9 +99,15 @@ class UnevenInputs:
         """A forward begins on a rank that has inputs."""
         if self._reducer.turns.is_shared(self._reducer):
             self._refuse_nested()
-        if (told := Join.notify_join_context(wrapper)) is not None:
-            told.wait()
+        with self.naming_lost_ranks():
+            if (told := Join.notify_join_context(wrapper)) is not None:
+                told.wait()
         self._exchange(active=True, synced=synced)
+
+    def naming_lost_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """While entered, this rank waits for the others to say whether they have inputs."""
+        reducer = self._reducer
+        return reducer.group.watch.waiting(Activity.INPUTS, reducer.step_number, then=Activity.OUTSIDE)
 
     def end_launched_step(self) -> None:
         """The inputs have run out: end what this rank has launched, before it issues other collectives."""
@@ -125,14 +137,18 @@ class UnevenInputs:
         if synced:
             reducer.context.parameters.clear_grads()
             reducer.run_empty_step()
+        reducer.group.watch.wait(Activity.INPUTS, reducer.step_number)
 
     def sync_final_model(self, *, was_last: bool) -> None:
         """Make every rank's model, and the state of its optimizers, that of a rank with the most inputs."""
         group = self._reducer.group
-        last = exchange_active(group, self._wrapped.device, active=was_last, synced=False)
+        last = exchange_active(
+            group, self._wrapped.device, active=was_last, synced=False, step=self._reducer.step_number
+        )
         self.final_rank = last.source
         self._buffers.source = 0
         self._reducer.ranks = group.size
+        self._reducer.counts.begin()
         bytes_at_once = self._buffers.settings.bytes_at_once
         self._wrapped.broadcast(
             group,
@@ -140,6 +156,8 @@ class UnevenInputs:
             source=last.source,
             bytes_at_once=bytes_at_once,
         )
+        if (audit := self._reducer.context.audit) is not None:
+            audit.watch.forget()  # the broadcast has changed buffers on some ranks only
         if len(last.ranks) < group.size:
             copy_optimizer_state(
                 group,
@@ -160,7 +178,10 @@ class UnevenInputs:
 
     def _exchange(self, *, active: bool, synced: bool) -> ActiveRanks:
         """Hear which ranks have inputs, and do what follows for this step."""
-        heard = exchange_active(self._reducer.group, self._wrapped.device, active=active, synced=synced)
+        reducer = self._reducer
+        heard = exchange_active(
+            reducer.group, self._wrapped.device, active=active, synced=synced, step=reducer.step_number
+        )
         self._buffers.source = heard.source
         if heard.synced and not self._divides_by_all:
             self._reducer.ranks = len(heard.ranks)
@@ -172,7 +193,7 @@ class UnevenInputs:
             "forward, because an exhausted rank cannot know the order of the others' collectives"
         )
         self._reducer.turns.fail_forward(self._reducer, reason)
-        raise StepError(f"{reason} (rank: {self._reducer.group.rank})")
+        raise StepError(f"{reason} (rank: {self._reducer.group.global_rank})")
 
 
 class ExhaustedRank(JoinHook):

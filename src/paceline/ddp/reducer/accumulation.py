@@ -30,6 +30,10 @@ class Accumulation:
         """The gradients have been averaged, or are gone."""
         self.slots = bytearray(len(self._parameters))
 
+    def is_left(self) -> bool:
+        """Whether there are gradients of passes that were not synced, which the user has not cleared."""
+        return any(self.slots) and not self._is_cleared()
+
     def add(self, slots: Iterable[int]) -> None:
         """A pass that was not synced has left gradients for these slots."""
         for slot in slots:
@@ -57,6 +61,16 @@ class Accumulation:
         if any(self.slots) and not self.weights.has_earlier:
             raise OptionError("gradients were accumulated without a weight; weigh every pass, or none")
         with self.weights.hold(weight):
+            yield
+
+    @contextlib.contextmanager
+    def adding_nothing(self) -> Iterator[None]:
+        """Average inside what earlier passes have left, with their weights if they had any."""
+        if not self.weights.has_earlier:
+            yield
+            return
+        with self.weights.hold(0):
+            self.weights.begin()
             yield
 
     def refuse_mixed(self) -> None:

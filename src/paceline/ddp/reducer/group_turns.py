@@ -4,23 +4,48 @@ Each reducer alone issues the same collectives on every rank. Two in one backwar
 another order on each rank, because what arrives when depends on what a rank uses. So while another reducer
 of the group has a forward without a backward, no bucket is launched before the end of backward, and there
 the reducers go one after the other, in the order in which they were made.
+
+Note [Lost with one]. A rank that has lost a forward does not know which wrappers would have been in the
+backward that the others wait in. So with one step all reducers of the group lose their gradients, on every
+rank alike. If each rank dropped what it knows of, an optimizer might step on some ranks only.
 """
 
 import contextlib
+import inspect
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from paceline.comm.group import Group
 from paceline.ddp.reducer.autograd_hooks import at_end_of_backward, current_backward
+from paceline.ddp.reducer.lost_forward import LookResult, LostForward
 from paceline.ddp.reducer.step_report import StepOutcome
+from paceline.ddp.reducer.user_counts import UserCounts
+from paceline.watch.stacks import stack_of, users_line
+
+# Wrappers are used together if one is used during so many forwards of the other: a GAN's generator may be
+# used in a few steps only. One that is not used any more, and still lives, is none of them.
+_FORWARDS_TOGETHER = 8
+# How long a rank that has an exception to raise looks for ranks that wait for it, in seconds.
+_TELL_SECONDS = 5.0
+# How long a rank that calls forward again looks for ranks that wait for a backward, in seconds. Those that
+# wait say so after two seconds. If nobody does, they may wait for this rank in a collective of the user.
+_REPEAT_SECONDS = 30.0
 
 
 class TakesTurns(Protocol):
     """A reducer, as far as it is needed here; reducer.py imports this file."""
 
+    step_number: int
+    counts: UserCounts
     # What its step ended with before its user ended it. Not kept here: its traceback leads to the reducer.
     unraised: BaseException | None
+
+    @property
+    def group(self) -> Group:
+        """Its ranks."""
 
     @property
     def is_syncing(self) -> bool:
@@ -43,11 +68,20 @@ class TakesTurns(Protocol):
     def follow_up(self) -> None:
         """Do what follows a step that has ended well, on this rank alone."""
 
-    def give_up(self, outcome: StepOutcome, reason: str) -> None:
-        """Tell the other ranks that its step is lost."""
+    def give_up(self, outcome: StepOutcome, reason: str | None) -> None:
+        """Tell the other ranks that its step is lost; the running backward is about to raise if None."""
 
-    def drop(self) -> None:
-        """Forget its step, without telling the other ranks."""
+    def drop(self, *, counts: bool = False) -> None:
+        """Forget its step, without telling the other ranks; ``counts`` if they count it as a step too."""
+
+    def is_awaited(self) -> bool:
+        """Whether another rank waits for its step."""
+
+    def are_buffers_awaited(self) -> bool:
+        """Whether another rank waits for its module buffers."""
+
+    def send_buffers(self) -> None:
+        """Take part in the others' broadcast of module buffers, if this rank has not."""
 
     def note_lost_backward(self) -> None:
         """Its backward raised; what it has accumulated so far stays."""
@@ -64,10 +98,17 @@ class GroupTurns:
         self._at_work: dict[int, list[TakesTurns]] = {}
         # Those whose users have to end the step, which may have ended without them.
         self._unfinalized: weakref.WeakSet[TakesTurns] = weakref.WeakSet()
+        # Counts all reducers and their forwards; for each one the numbers of its last forwards.
+        self._uses = 0
+        self._used: weakref.WeakKeyDictionary[TakesTurns, deque[int]] = weakref.WeakKeyDictionary()
+        # What other ranks have to be told before anything else.
+        self._untold: LostForward | None = None
 
     def join(self, reducer: TakesTurns) -> None:
         """Add a reducer."""
         self._reducers.append(weakref.ref(reducer))
+        self._uses += 1
+        self._used[reducer] = deque([self._uses], maxlen=_FORWARDS_TOGETHER)
 
     def leave(self, reducer: TakesTurns) -> None:
         """Remove a reducer."""
@@ -81,6 +122,8 @@ class GroupTurns:
     def expect(self, reducer: TakesTurns) -> None:
         """Note that a forward was called whose backward will be synced."""
         self._expected.add(reducer)
+        self._uses += 1
+        self._used[reducer].append(self._uses)
 
     def expect_no_more(self, reducer: TakesTurns) -> None:
         """Note that a reducer's step is over."""
@@ -140,9 +183,47 @@ class GroupTurns:
                 reducer.unraised = error
         return None
 
+    def drop_others(self, *reducers: TakesTurns) -> None:
+        """A step of one of these reducers is lost: see Note [Lost with one]."""
+        for other in self._known():
+            if other not in reducers and not other.is_launched:
+                other.drop()
+
     def fail_forward(self, reducer: TakesTurns, reason: str) -> None:
         """A forward raised: no backward will come, neither for it nor for those that wait for theirs."""
-        self._fail([reducer, *self._expected], StepOutcome.RAISED_IN_FORWARD, reason)
+        self._fail([reducer], StepOutcome.RAISED_IN_FORWARD, reason)
+
+    def finish_telling(self, group: Group) -> None:
+        """Before anything else, tell other ranks of a forward that was lost here, if they were not told."""
+        if self._untold is not None:
+            self._tell_of_loss(group.timeout.total_seconds())
+
+    def _tell_of_loss(self, seconds: float) -> None:
+        assert self._untold is not None
+        found = self._untold.settle(seconds)
+        if found is LookResult.NOBODY_WAITS:
+            self._untold.drop_all()
+        if found is not LookResult.UNKNOWN:
+            self._untold = None
+
+    def abandon_forward(self, reducer: TakesTurns) -> bool:
+        """Forward is called again without a backward: tell other ranks if they wait for that backward.
+
+        Returns:
+            Whether to look at the next forward too: all ranks have called forward again.
+        """
+        line = users_line(stack_of(inspect.currentframe()))
+        reason = (
+            f"called forward again without a backward ({line}), while others wait for that backward; if it "
+            "skips a batch, use skip(), and call forward under torch.no_grad() if no backward is to follow, "
+            "as it did"
+        )
+        used = self._used_with([reducer])
+        lost = LostForward(used, StepOutcome.ABANDONED, reason)
+        found = lost.settle(min(reducer.group.timeout.total_seconds(), _REPEAT_SECONDS))
+        if found is LookResult.A_RANK_WAITS:
+            self.drop_others(*used)
+        return found is LookResult.NOBODY_WAITS
 
     def _end(self, backward: int) -> None:
         """End a backward, one reducer after the other; if one fails, the rest fail on every rank alike."""
@@ -189,23 +270,37 @@ class GroupTurns:
         # That exception is on its way; if the group is gone too, it says more than a second one.
         with contextlib.suppress(Exception):
             if syncing:
-                self._fail(syncing, StepOutcome.RAISED_IN_BACKWARD, "an exception")
+                self._fail(syncing, StepOutcome.RAISED_IN_BACKWARD, None)
 
-    def _fail(self, reducers: Sequence[TakesTurns], outcome: StepOutcome, reason: str) -> None:
-        """Have the first reducer that the other ranks will finish tell them; they drop the rest, as we do."""
-        first, *others = self._in_order(reducers)
-        for reducer in others:
-            reducer.drop()
+    def _fail(self, reducers: Sequence[TakesTurns], outcome: StepOutcome, reason: str | None) -> None:
+        """Tell the other ranks by the step that they wait in; they drop the rest, as we do."""
+        self.finish_launched()  # or this rank would be a step behind others that have ended it
+        used, group = self._used_with(reducers), reducers[0].group
+        if len(used) > 1 and group.group_notes.can_be_left and not group.may_change:
+            self.drop_others(*used)
+            self._untold = LostForward(used, outcome, reason)
+            self._tell_of_loss(_TELL_SECONDS)
+            return
+        first = self._in_order(reducers)[0]
+        self.drop_others(first)
         first.give_up(outcome, reason)
 
     def _in_order(self, reducers: Sequence[TakesTurns]) -> list[TakesTurns]:
-        known = [reducer for reference in self._reducers if (reducer := reference()) is not None]
-        return [reducer for reducer in known if reducer in reducers]
+        return [reducer for reducer in self._known() if reducer in reducers]
+
+    def _used_with(self, reducers: Sequence[TakesTurns]) -> list[TakesTurns]:
+        """These, and those with a forward among the last ones of the first: others wait in one of them."""
+        since = self._used[reducers[0]][0]
+        return [each for each in self._known() if each in reducers or self._used[each][-1] >= since]
+
+    def _known(self) -> list[TakesTurns]:
+        return [reducer for reference in self._reducers if (reducer := reference()) is not None]
 
 
-_turns: dict[tuple[str, int], GroupTurns] = {}
+# By process group and not by name: a group that is made after another was destroyed may have its name.
+_turns: "weakref.WeakKeyDictionary[Any, GroupTurns]" = weakref.WeakKeyDictionary()
 
 
-def turns_of(group_name: str, rank: int) -> GroupTurns:
-    """The turns of a rank's reducers in a group; several ranks may be threads of one process."""
-    return _turns.setdefault((group_name, rank), GroupTurns())
+def turns_of(process_group: Any) -> GroupTurns:
+    """The turns of this rank's reducers in a process group."""
+    return _turns.setdefault(process_group, GroupTurns())

@@ -8,9 +8,14 @@ backward. It costs a collective on the host, and none on the device.
 Note [Giving up]. After the group's timeout a rank raises, though others may come later. They must lose the
 step too, or parameters would differ from then on. So the rank changes its report, which says then that it has
 raised. If it can no longer be changed, all ranks have come just now, and nobody has a reason to give up.
+
+Note [Interrupted waits]. A signal handler, such as that of Ctrl-C, may raise while a rank waits. The others
+have this rank's gradients already, and would end the step without it. So it gives up in the same way. If that
+is too late, or on a process group where nothing can be changed, it ends the step first, and raises then.
 """
 
 import contextlib
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +24,11 @@ from functools import partial
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.pending import OnSlow, Pending
+from paceline.comm.pending import OnSlow, Pending, is_of_collective
 from paceline.ddp.buckets.bucket_set import Bucket, BucketSet
 from paceline.ddp.exchange.exchange import Exchange
-from paceline.ddp.reducer.step_report import RAISED, RankReport, ReportLayout, StepOutcome, StepSummary
+from paceline.ddp.reducer.report_checks import check_reports
+from paceline.ddp.reducer.step_report import LOST, RankReport, ReportLayout, StepOutcome, StepSummary
 from paceline.errors import (
     BrokenHookError,
     CollectiveError,
@@ -31,13 +37,17 @@ from paceline.errors import (
     PeerError,
     StalledError,
     StepError,
-    WeightsError,
 )
 from paceline.recording.recorder import Recorder
+from paceline.watch.error_words import describe_error, words_of_failure
+from paceline.watch.rank_page import Activity
+from paceline.watch.stall import describe_missing, shorten_names
+from paceline.watch.watcher import is_of_missing_rank
 
 # How long a rank that has an exception to raise waits for the others, in seconds.
 _GIVE_UP_SECONDS = 5.0
-_NAMES_SHOWN = 4
+# How long a rank that was interrupted waits for the step's end, if it cannot give the step up.
+_INTERRUPTED_SECONDS = 1.0
 
 
 class _UnheardError(StepError):
@@ -59,6 +69,7 @@ class InFlight:
         launched: buckets in flight, by number.
         outcome: how this rank's step goes.
         mistake: a hook's first mistake; the other ranks are told of it.
+        interrupt: what a signal handler raised while the step could no longer be given up.
         broken: why this rank or another can no longer follow the others' collectives.
     """
 
@@ -82,11 +93,12 @@ class InFlight:
         self.launched: dict[int, Pending] = {}
         self.outcome = StepOutcome.FINE
         self.mistake: HookError | None = None
+        self.interrupt: BaseException | None = None
         self.broken: str | None = None
 
     def begin(self, weight: float | None, ranks: int) -> None:
         """Tell the exchange that a step begins."""
-        with self._breaking_off(0):
+        with self._breaking_off(self._bucket_set.buckets[0], 0):
             self._exchange.begin(weight, ranks)
 
     def launch(self, number: int, report: RankReport | None = None) -> None:
@@ -98,7 +110,7 @@ class InFlight:
             self._write_report(report)
         if bucket.slots or in_bucket:
             is_last = number == plan.last_with_slots
-            with self._breaking_off(number):
+            with self._breaking_off(bucket, number):
                 self.launched[number] = self._exchange.launch(bucket, number, is_last=is_last)
 
     @property
@@ -125,8 +137,8 @@ class InFlight:
                 try:
                     with self._naming(bucket, number) as on_slow:
                         wait(on_slow)
-                except StalledError as error:
-                    self._give_up_or_wait(error, bucket, number, wait)
+                except BaseException as error:
+                    self._raise_or_wait(error, bucket, number, wait)
             except BrokenHookError:
                 raise
             except HookError as error:
@@ -148,7 +160,7 @@ class InFlight:
     def average(self, bucket: Bucket, number: int) -> None:
         """Launch one more bucket and wait for it; a hook's mistake is kept in ``mistake``."""
         try:
-            with self._breaking_off(number):
+            with self._breaking_off(bucket, number):
                 pending = self._exchange.launch(bucket, number, is_last=True)
             wait = partial(self._exchange.wait, bucket, number, pending)
             self._wait(bucket, number, wait, after_report=pending)
@@ -173,28 +185,13 @@ class InFlight:
         self._wait_for_report(pending.wait, after_report=pending)
         if self.mistake is not None:
             raise self.mistake
-        raised = {rank: StepOutcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
-        self.check(StepSummary(used=[], raised=raised))
+        lost = {rank: StepOutcome.RAISED_IN_BACKWARD for rank, count in enumerate(failed.tolist()) if count}
+        check_reports(StepSummary(used=[], lost=lost), self._group, self._step)
 
-    def check(self, summary: StepSummary) -> None:
-        """Raise, on every rank alike, if the ranks' reports do not add up to a step."""
-        for rank, outcome in summary.raised.items():
-            where = "forward" if outcome is StepOutcome.RAISED_IN_FORWARD else "backward"
-            reason = self._group.peer_notes.reason(self._step, rank) or "an exception"
-            raise PeerError(
-                f"rank {rank} raised {reason} in {where} of step {self._step}; the step is lost on every "
-                f"rank, and its gradients are dropped (here: rank {self._group.rank})"
-            )
-        without = [
-            rank
-            for rank, weight in enumerate(summary.weights)
-            if weight is None and rank not in summary.without_inputs
-        ]
-        if without and summary.total_weight is not None:
-            raise WeightsError(
-                f"step {self._step} was weighed on some ranks only, and its gradients are dropped "
-                f"(ranks without a weight: {without})"
-            )
+    @property
+    def has_begun(self) -> bool:
+        """Whether other ranks may have heard of the step."""
+        return bool(self.launched) or self.broken is not None
 
     def launch_zeros(self, outcome: StepOutcome) -> None:
         """Launch zeros for every bucket that is not launched, and report why.
@@ -222,14 +219,14 @@ class InFlight:
         is_all_launched = (
             self._bucket_set.report_in_bucket and self._bucket_set.plan.report_bucket in self.launched
         )
-        if self.outcome in RAISED and not is_all_launched:
+        if self.outcome in LOST and not is_all_launched:
             self._launch_rest()
         for number, pending in self.launched.items():
             bucket = self._bucket_set.buckets[number]
             # The other ranks were told of a hook's mistake when it was made.
             with contextlib.suppress(HookError), self._naming(bucket, number) as on_slow:
                 pending.wait(on_slow)
-        if self.outcome in RAISED and not self._bucket_set.report_in_bucket:
+        if self.outcome in LOST and not self._bucket_set.report_in_bucket:
             self._exchange_report(None)
 
     def _launch_rest(self) -> None:
@@ -277,29 +274,47 @@ class InFlight:
         try:
             with self._naming(bucket, number) as on_slow:
                 wait(on_slow)
-        except StalledError as error:
-            self._give_up_or_wait(error, bucket, number, wait, after_report=after_report)
+        except BaseException as error:
+            self._raise_or_wait(error, bucket, number, wait, after_report=after_report)
 
-    def _give_up_or_wait(
+    def _raise_or_wait(
         self,
-        error: StalledError,
+        error: BaseException,
         bucket: Bucket,
         number: int,
         wait: Callable[[OnSlow], object],
         *,
         after_report: Pending | None = None,
     ) -> None:
-        """After a timeout, have late ranks lose the step too, and raise: see Note [Giving up]."""
-        if not isinstance(error.__cause__, LateRankError) or self._give_up(error, after_report):
+        """After a wait has raised: have all ranks lose the step, and raise; wait again if all have come."""
+        if isinstance(error, StalledError):
+            is_over = not error.is_late or self._give_up(repr(error), after_report)
+        else:
+            is_over = isinstance(error, StepError) or not self._may_end_despite(error, number, after_report)
+        if is_over:
             raise error
-        with self._naming(bucket, number) as on_slow, self._breaking_off(number):
+        with self._naming(bucket, number) as on_slow, self._breaking_off(bucket, number):
             wait(on_slow)
 
-    def _give_up(self, error: StalledError, after_report: Pending | None) -> bool:
-        """Have the ranks that are late lose the step; False if they have come meanwhile."""
+    def _may_end_despite(self, error: BaseException, number: int, after_report: Pending | None) -> bool:
+        """Whether to end the step, as all others do, before an exception is raised: [Interrupted waits]."""
+        if isinstance(error, SystemExit):  # the others will see that this rank has ended
+            return False
+        if self.interrupt is not None or not self._exchange.carries_report:
+            self._break_off(number, error)
+            return False
+        words = describe_error(error, inspect.currentframe())
+        if after_report is None and self._group.shared is not None and self._give_up(words, None):
+            return False
+        self.interrupt = error
+        self._deadline = time.monotonic() + _INTERRUPTED_SECONDS
+        return True
+
+    def _give_up(self, reason: str, after_report: Pending | None) -> bool:
+        """Have every rank lose the step; False if all ranks have come to it."""
         if after_report is not None:
             return self._group.give_up(after_report)
-        self._group.peer_notes.note_reason(self._step, f"{type(error).__name__}({error.args[0]!r})")
+        self._group.peer_notes.note_reason(self._step, reason)
         outcome, self.outcome = self.outcome, StepOutcome.RAISED_IN_BACKWARD
         in_bucket = self._bucket_set.report_in_bucket
         report = self.launched.get(self._bucket_set.plan.report_bucket) if in_bucket else self._report
@@ -312,6 +327,7 @@ class InFlight:
     @contextlib.contextmanager
     def _naming(self, bucket: Bucket, number: int) -> Iterator[Callable[[], None]]:
         """Say which reduction failed, and who is missing."""
+        self._group.watch.wait_for_bucket(self._step, number, bucket.slots)
         try:
             yield partial(self._on_slow, number)
         except BrokenHookError as error:
@@ -320,58 +336,95 @@ class InFlight:
         except StepError:
             raise
         except (RuntimeError, OSError) as error:
-            if isinstance(error, CollectiveError) and not isinstance(error, LateRankError):
-                # Ranks of other hosts cannot see what has happened on this one.
-                self._group.peer_notes.note_reason(self._step, repr(error))
-                self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
-            raise StalledError(self._describe_stall(bucket, number, error)) from error
+            if not is_of_collective(error):
+                raise
+            tells = isinstance(error, CollectiveError) and not isinstance(error, LateRankError)
+            raise self._stalled(bucket, number, error, tells=tells) from None
+        finally:
+            self._group.watch.mark(Activity.BACKWARD, self._step)
 
-    def _describe_stall(self, bucket: Bucket, number: int, error: Exception) -> str:
-        names = [slot.name for slot in bucket.slots]
-        if len(names) > _NAMES_SHOWN:
-            names = [*names[:2], "…", names[-1]]
-        return (
+    def _stalled(self, bucket: Bucket, number: int, error: Exception, *, tells: bool) -> StalledError:
+        """The error for a reduction that has failed, or did not end, because of another rank.
+
+        It replaces the collective's error, which names ranks that may only wait themselves.
+
+        Args:
+            bucket: what was to be reduced.
+            number: its number.
+            error: the collective's error.
+            tells: whether to leave a note for ranks of other hosts, which cannot see what happens here.
+        """
+        seen = self._group.watch.blame(error)
+        if seen is None:
+            why = f"{self._notes_of_missing(number)} ({error})"
+        else:
+            why = f"{describe_missing(seen)} ({words_of_failure(error)})"
+        if tells:
+            self._group.peer_notes.note_missing(self._step, why)
+            self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
+        names = shorten_names([slot.name for slot in bucket.slots])
+        stalled = StalledError(
             f"bucket {number} ({', '.join(names)}) of step {self._step} was not reduced on rank "
-            f"{self._group.rank}; {self._who_is_missing(number)}; such a rank ran no backward in this "
-            f"step, is still in it, or has died ({error})"
+            f"{self._group.global_rank}; {why}"
         )
+        stalled.is_late = isinstance(error, LateRankError)
+        return stalled
 
-    def _who_is_missing(self, number: int) -> str:
+    def _notes_of_missing(self, number: int) -> str:
         notes = self._group.peer_notes
         if not notes.can_be_left:
             return "some rank has not come to it, and the group has no store that could tell which"
-        missing = notes.missing(self._step, number)
-        return f"ranks that have not come to it: {missing}" if missing else "every rank has come to it"
+        missing = self._group.name_ranks(notes.missing(self._step, number))
+        if not missing:
+            return "every rank has come to it"
+        such = "such a rank ran no backward in this step, is still in it, or has died"
+        return f"ranks that have not come to it: {missing}; {such}"
+
+    def _name(self, rank: int) -> int:
+        """A rank as users know it."""
+        return self._group.global_ranks[rank]
 
     def _on_slow(self, number: int) -> None:
         """A wait takes long: say so to the others, and see whether another rank has given up."""
         if time.monotonic() > self._deadline:
+            if self.interrupt is not None:
+                raise self.interrupt
             raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
         notes = self._group.peer_notes
         notes.note_waiting(self._step, number)
+        lost = "the step is lost on every rank, and its gradients are dropped"
         for rank in notes.stopped(self._step):
+            if (missing := notes.said_missing(self._step, rank)) is not None:
+                self.broken = f"step {self._step}: {missing}"
+                notes.note_stopped(self._step, f"waiting for bucket {number}")
+                raise StalledError(f"{self.broken}; {lost} (here: rank {self._group.global_rank})")
             why = notes.reason(self._step, rank)
             if why is None:  # that rank only heard of another's exception, as this one is about to
                 continue
-            self.broken = f"rank {rank} raised {why} of step {self._step}"
+            self.broken = f"rank {self._name(rank)} raised {why} of step {self._step}"
             notes.note_stopped(self._step, f"waiting for bucket {number}")
             raise PeerError(
-                f"{self.broken}; the step is lost on every rank, and its gradients are dropped "
-                f"(here: rank {self._group.rank}, waiting for bucket {number})"
+                f"{self.broken}; {lost} (here: rank {self._group.global_rank}, waiting for bucket {number})"
             )
 
     @contextlib.contextmanager
-    def _breaking_off(self, number: int) -> Iterator[None]:
+    def _breaking_off(self, bucket: Bucket, number: int) -> Iterator[None]:
         """If a hook raises, its next collectives are not launched: tell the other ranks."""
         try:
             yield
         except BaseException as error:
+            # What was launched before may have failed meanwhile.
+            if isinstance(error, CollectiveError) and is_of_missing_rank(error):
+                stalled = self._stalled(bucket, number, error, tells=True)
+                self.broken = str(stalled)
+                raise stalled from None
             self._break_off(number, error)
             raise
 
     def _break_off(self, number: int, error: BaseException) -> None:
         where = "reduction of" if self._exchange.carries_report else "hook for"
-        self.broken = f"{error!r} in the {where} bucket {number}"
+        words = describe_error(error, inspect.currentframe())
+        self.broken = f"{words} in the {where} bucket {number}"
         self._group.peer_notes.note_reason(self._step, self.broken)
         self._group.peer_notes.note_stopped(self._step, f"bucket {number}")
 
@@ -382,7 +435,7 @@ class InFlight:
             raise StepError(
                 f"the ranks' collectives no longer match: {self.broken}. Make a new process group, and give "
                 "it to _update_process_group, and to the hook if there is one "
-                f"(step: {self._step}, rank: {self._group.rank})"
+                f"(step: {self._step}, rank: {self._group.global_rank})"
             )
 
 

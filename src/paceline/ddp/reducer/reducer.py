@@ -20,30 +20,37 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.comm.group import Group
+from paceline.ddp.audit.audit import Audit
 from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.accumulation import Accumulation
 from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.autograd_hooks import GradHooks, current_backward
 from paceline.ddp.reducer.group_turns import turns_of
+from paceline.ddp.reducer.nonfinite import NonFiniteGradients
+from paceline.ddp.reducer.pairing import Pairing
+from paceline.ddp.reducer.plan_in_force import PlanInForce
 from paceline.ddp.reducer.planner import Planner, PlanStage
-from paceline.ddp.reducer.step import MOST_SMALL, Step
+from paceline.ddp.reducer.raised_errors import tell_error_of_backward
+from paceline.ddp.reducer.step import Step
 from paceline.ddp.reducer.step_context import StepContext, lay_out
 from paceline.ddp.reducer.step_report import StepOutcome, StepSummary
 from paceline.ddp.reducer.strict_checks import StrictChecks
+from paceline.ddp.reducer.user_counts import UserCounts
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutograd
-from paceline.ddp.state.buffers import ModuleBuffers
+from paceline.ddp.state.buffers import BufferHookLocation, ModuleBuffers
 from paceline.ddp.state.parameters import ReducedParameters
 from paceline.errors import StepError, UnsupportedError
 from paceline.recording.recorder import Recorder
 from paceline.recording.rows import StepKind
-from paceline.recording.writer import PlanDescription
+from paceline.watch.rank_page import Activity
 
 # See _in_forked_child.
 _reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
@@ -83,12 +90,14 @@ class Reducer:
         after_step: what follows a step that has ended well.
         bucket_options: how buckets are made.
         strict: raises where torch's reducer raises.
+        audit: compares replicas across ranks, unless it is switched off.
 
     Attributes:
         syncs: whether backward passes are synced; ``no_sync`` switches it off.
         finalizes_manually: whether a step ends by ``finalize``, and not with its backward.
         ranks: the number of ranks that the next step's sum is divided by.
         step_number: the number of steps so far.
+        counts: what the user has done since the last step.
         is_step_new: whether the last step brought other gradients than the one before.
         last_summary: what the ranks reported of the last step.
         last_error: the last error in words.
@@ -110,6 +119,7 @@ class Reducer:
         bucket_options: BucketOptions,
         *,
         strict: StrictChecks | None,
+        audit: Audit | None = None,
     ) -> None:
         self.planner = planner
         self.after_step = after_step
@@ -120,14 +130,16 @@ class Reducer:
         self._sync_next = False
         self.ranks = group.size
         self.step_number = 0
+        self.counts = UserCounts(recorder)
+        self._may_abandon = True
         self.is_step_new = True
         self.last_summary: StepSummary | None = None
         self.last_error: str | None = None
         self.unraised: BaseException | None = None
-        self._bucket_options = bucket_options
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._step: Step | None = None
+        self._interrupt: BaseException | None = None
         self._launched = 0
         self.distributed_autograd = DistributedAutograd(self, parameters)
         self.grad_hooks = GradHooks(
@@ -137,20 +149,30 @@ class Reducer:
         )
         weakref.finalize(self, self.grad_hooks.remove)
         _reducers.add(self)
-        self.turns = turns_of(group.name, group.rank)
+        self.turns = turns_of(group.process_group)
         self.turns.join(self)
-        self.context = StepContext(
+        context = StepContext(
             parameters=parameters,
             group=group,
             exchange=exchange,
             weights=self.accumulation.weights,
+            pairing=Pairing(),
+            non_finite=NonFiniteGradients(),
             buffers=buffers,
             recorder=recorder,
             skip_unused=strict is not None and strict.skip_unused,
-            **lay_out(planner, parameters, group, exchange, bucket_options),
+            audit=audit,
+            **lay_out(planner, parameters, group, exchange, bucket_options, with_digests=audit is not None),
         )
-        self._follow_plan()
+        self._plan = PlanInForce(
+            planner, context, bucket_options, self.grad_hooks, acts_on_all=strict is not None
+        )
         self._refuse_weights()
+
+    @property
+    def context(self) -> StepContext:
+        """What steps work with."""
+        return self._plan.context
 
     @property
     def group(self) -> Group:
@@ -190,8 +212,7 @@ class Reducer:
     @property
     def uses_rebuilt_plan(self) -> bool:
         """Whether the plan in force was learned from the first backward."""
-        plan = self.context.bucket_set.plan
-        return self.planner.stage is PlanStage.LEARNED and plan is self.planner.plan
+        return self._plan.is_rebuilt
 
     @property
     def launched(self) -> int:
@@ -208,6 +229,24 @@ class Reducer:
             self.grad_hooks.nested = nested
             if self._phase is Phase.IDLE:
                 self._get_ready()
+
+    def before_forward(self, *, may_repeat: bool) -> None:
+        """A synced forward is about to be called: see Note [Forwards without a backward].
+
+        Args:
+            may_repeat: whether a forward without a backward is nothing unusual.
+        """
+        usual = self.context.pairing.usual_forwards
+        if usual is None or self.counts.forwards < usual or may_repeat or not self._may_abandon:
+            return
+        if self._phase is Phase.IDLE and current_backward() == -1 and self.group.group_notes.can_be_left:
+            # Not twice in a row: this rank does something else than to leave out batches.
+            self._may_abandon = self.turns.abandon_forward(self)
+
+    def expect_backward(self, *, training: bool = True) -> None:
+        """A forward was called whose backward will be synced."""
+        self.counts.add_forward(training=training)
+        self.turns.expect(self)
 
     def begin(self, *, synced: bool) -> None:
         """Start a step or an accumulating pass in the running backward, unless one has started.
@@ -251,22 +290,50 @@ class Reducer:
     def sync_next_backward(self) -> None:
         """Sync the next backward, also that of a forward under ``no_sync``."""
         self._sync_next = True
-        self.turns.expect(self)
+        self.expect_backward()
 
     def watch_context(self, context: int, output: Any) -> Any:
         """A forward was called in a context of distributed autograd; returns the output to use instead."""
         return self.distributed_autograd.watch(context, output, self.planner.order)
 
-    def run_empty_step(self) -> None:
+    def run_empty_step(self, outcome: StepOutcome = StepOutcome.NO_INPUTS) -> None:
         """Take part in a step of the other ranks with zeros; parameters get the averages as theirs do."""
         with self._lock:
             self.accumulation.clear()
             self._start_step()
-            self._current.contribute_nothing()
-            self.finish()
-            if self.is_launched:
-                self.finalize()
-            self.follow_up()
+            self._current.contribute_nothing(outcome)
+            self._finish_now()
+
+    def skip(self) -> None:
+        """Take part in a step of others with what was accumulated, or with zeros that do not count."""
+        with self._lock:
+            self.turns.expect_no_more(self)
+            if self.accumulation.is_left():
+                self._sync_accumulated()
+                return
+            self.accumulation.drop()
+            parameters = self.context.parameters
+            before = [parameter.grad for parameter in parameters.local]
+            parameters.clear_grads()
+            self.run_empty_step(StepOutcome.SKIPPED)
+            assert self.last_summary is not None
+            for slot, grad in enumerate(before):
+                if not self.last_summary.used[slot]:
+                    parameters.local[slot].grad = grad
+
+    def _sync_accumulated(self) -> None:
+        """Average what passes under ``no_sync`` have left, as if a forward and a backward had followed."""
+        for _ in range(self.context.pairing.usual_forwards or 1):
+            self.counts.add_forward()
+        with self.accumulation.adding_nothing():
+            self._start_step()
+            self._finish_now()
+
+    def _finish_now(self) -> None:
+        self.finish()
+        if self.is_launched:
+            self.finalize()
+        self.follow_up()
 
     def finish(self) -> None:
         """Backward has ended: average the gradients, or launch them; raise and drop them if it cannot."""
@@ -299,9 +366,21 @@ class Reducer:
         assert self.last_summary is not None
         with self._keeping_error():
             self.after_step.run(self.exchange, self.last_summary)
+            if self.last_summary.non_finite:
+                self.context.non_finite.tell(self.group, self.last_summary.non_finite)
+            if self._interrupt is not None:
+                try:
+                    raise self._interrupt
+                finally:
+                    self._interrupt = None
 
-    def give_up(self, outcome: StepOutcome, reason: str) -> None:
-        """Tell the other ranks, by the rest of this step's collectives, that the step is lost."""
+    def give_up(self, outcome: StepOutcome, reason: str | None) -> None:
+        """Tell the other ranks, by the rest of this step's collectives, that the step is lost.
+
+        Args:
+            outcome: how it was lost.
+            reason: why; None if the running backward is about to raise it.
+        """
         with self._lock, torch.no_grad():
             if self.group.may_change:
                 self.drop()
@@ -311,14 +390,25 @@ class Reducer:
             try:
                 in_flight = self._current.in_flight
                 if in_flight.broken is None:
-                    self.group.peer_notes.note_reason(self.step_number, reason)
+                    tell = partial(self.group.peer_notes.note_reason, self.step_number)
+                    if reason is None:
+                        tell_error_of_backward(tell)
+                    else:
+                        tell(reason)
                     in_flight.launch_zeros(outcome)
             finally:
                 self.drop()
 
-    def drop(self) -> None:
-        """Forget a step that is lost, with all gradients: the same on every rank."""
+    def drop(self, *, counts: bool = False) -> None:
+        """Forget a step that is lost, with all gradients: the same on every rank.
+
+        Args:
+            counts: whether it counts as a step though nothing of it was launched.
+        """
         context = self.context
+        # A step that was lost before has been counted.
+        is_new = self._step is not None and not self._step.is_lost
+        counts = counts or (is_new and self._current.in_flight.has_begun)
         # What is in flight still reads and writes the storage.
         if self._step is not None:
             self._step.is_lost = True
@@ -327,11 +417,33 @@ class Reducer:
         for bucket in context.bucket_set.buckets:
             bucket.reset()
         context.parameters.clear_grads(self.planner.order)
+        context.buffers.is_synced = False
         self.accumulation.drop()
+        if context.audit is not None:
+            context.audit.forget_step()
         self.ranks = context.group.size
         self.turns.expect_no_more(self)
-        self.step_number += 1
+        self.counts.begin()
+        self.step_number += counts
         self._become_idle()
+
+    def is_awaited(self) -> bool:
+        """Whether another rank waits for this step."""
+        return self.group.peer_notes.is_awaited(self.step_number)
+
+    def are_buffers_awaited(self) -> bool:
+        """Whether another rank waits for module buffers that this one has not sent in this step."""
+        return self._owes_buffers and self.group.watch.are_buffers_awaited()
+
+    def send_buffers(self) -> None:
+        """Take part in the others' broadcast of module buffers, if this rank has called no forward for it."""
+        if self._owes_buffers:
+            self.context.buffers.sync(self.group)
+
+    @property
+    def _owes_buffers(self) -> bool:
+        buffers = self.context.buffers
+        return buffers.will_sync(BufferHookLocation.PRE_FORWARD) and not buffers.is_synced
 
     def note_lost_backward(self) -> None:
         """An exception was raised in backward."""
@@ -349,7 +461,7 @@ class Reducer:
         """Average by another exchange from now on."""
         self.check_finalized()
         self._wait_for_lost_step()
-        self._adopt_plan(self.group, exchange)
+        self._plan.adopt(self.group, exchange)
 
     def move_to(self, group: Group) -> None:
         """Go on with another group, as if training began anew."""
@@ -361,13 +473,19 @@ class Reducer:
         except (RuntimeError, OSError):  # the old group fails again
             self._step = None
         self.turns.leave(self)
-        self.turns = turns_of(group.name, group.rank)
+        self.turns = turns_of(group.process_group)
         self.turns.join(self)
         self.ranks = group.size
         self.step_number = 0
+        self.counts.begin()
         self.planner.restart()
+        self._plan.context = dataclasses.replace(
+            self.context, pairing=Pairing(), non_finite=NonFiniteGradients()
+        )
         self.context.buffers.forget()
-        self._adopt_plan(group, self.exchange.for_group(group))
+        if self.context.audit is not None:
+            self.context.audit.restart()
+        self._plan.adopt(group, self.exchange.for_group(group))
         self._refuse_weights()
 
     def check_finalized(self) -> None:
@@ -382,7 +500,7 @@ class Reducer:
         """Raise if a backward has begun and not ended."""
         self.check_finalized()
         if self._phase is not Phase.IDLE:
-            raise StepError(f"step {self.step_number} has not been finished (rank: {self.group.rank})")
+            raise StepError(f"step {self.step_number} has not been finished (rank: {self.group.global_rank})")
 
     def _refuse_weights(self) -> None:
         if self.group.may_change:
@@ -416,6 +534,7 @@ class Reducer:
             number=self.step_number,
             ranks=self.ranks,
             accumulated=self.accumulation.slots,
+            counts=self.counts.now(),
             launch_late=self.planner.stage is PlanStage.GUESS or copy_late or self.turns.is_shared(self),
             copy_late=copy_late,
         )
@@ -433,8 +552,8 @@ class Reducer:
             self.strict.begin()
         if not self.step_number:
             self.after_step.find_optimizers()
-        if self.context.bucket_set.plan is not self.planner.plan:
-            self._adopt_plan(self.group, self.exchange)
+        if not self._plan.is_latest:
+            self._plan.adopt(self.group, self.exchange)
         self.grad_hooks.attach()
         self.context.parameters.keep_hooks()
         if current_backward() == -1:
@@ -443,22 +562,18 @@ class Reducer:
 
     def _learn(self, summary: StepSummary) -> None:
         context = self.context
-        if summary.unfrozen:
-            self.planner.add([slot for slot in context.outside if summary.used[slot]])
-        self.is_step_new = context.readiness.learn()
-        if self.is_step_new:
-            context.bucket_set.forget_batches()
-            self._choose_hooks()
-        self.grad_hooks.settle()
-        self.planner.learn(summary.order)
+        self.is_step_new = self._plan.learn(summary)
         context.buffers.learn(changed=summary.buffers_changed or context.group.may_change)
         self.last_summary = summary
         if not self.distributed_autograd.is_pending:
             self.accumulation.clear()
         self.ranks = context.group.size
         self.step_number += 1
-        has_inputs = self._current.in_flight.outcome is not StepOutcome.NO_INPUTS
+        self.counts.begin()
+        self._may_abandon = True
+        has_inputs = self._current.in_flight.outcome is StepOutcome.FINE
         self.recorder.step_ended(StepKind.ORDINARY if has_inputs else StepKind.NO_INPUTS)
+        self._interrupt = self._current.in_flight.interrupt
         # What was in flight holds the buckets' storage.
         self._launched, self._step = self.launched, None
         self._become_idle()
@@ -473,10 +588,11 @@ class Reducer:
     @property
     def where(self) -> str:
         """The step's number and the rank, for errors."""
-        return f"step: {self.step_number}, rank: {self.group.rank}"
+        return f"step: {self.step_number}, rank: {self.group.global_rank}"
 
     def _become_idle(self) -> None:
         self._phase = Phase.IDLE
+        self.group.watch.mark(Activity.OUTSIDE, self.step_number)
         self._sync_next = False
         self.distributed_autograd.clear()
         self.grad_hooks.clear()
@@ -487,6 +603,7 @@ class Reducer:
             yield
         except BaseException:
             self.drop()
+            self.turns.drop_others(self)
             raise
 
     @contextlib.contextmanager
@@ -503,31 +620,3 @@ class Reducer:
             self._step.in_flight.wait_for_remaining()
             self._step = None
             self.context.bucket_set.end_step()
-
-    def _adopt_plan(self, group: Group, exchange: Exchange) -> None:
-        learned = self.context.readiness
-        self.context = dataclasses.replace(
-            self.context,
-            group=group,
-            exchange=exchange,
-            **lay_out(self.planner, self.context.parameters, group, exchange, self._bucket_options),
-        )
-        self.context.readiness.expect_as(learned)
-        self._follow_plan()
-
-    def _follow_plan(self) -> None:
-        """Have parameters' hooks and the recorder follow the plan in force."""
-        plan = self.context.bucket_set.plan
-        self.recorder.follow(PlanDescription(plan.buckets, self.exchange.name), self.group)
-        self._choose_hooks()
-
-    def _choose_hooks(self) -> None:
-        """Choose the gradients at whose arrival there is something to copy or to launch."""
-        slots = self.planner.order
-        if self.strict is not None:
-            self.grad_hooks.follow(slots, chosen={*slots})
-        else:
-            on_cpu = any(parameter.device.type == "cpu" for parameter in self.context.parameters.local)
-            most = MOST_SMALL if on_cpu else len(slots)
-            is_large = self.context.bucket_set.is_large
-            self.grad_hooks.follow(slots, chosen=self.context.readiness.slots_to_act_on(is_large, most))

@@ -21,9 +21,12 @@ from paceline.ddp.buckets.bucket_set import Bucket
 from paceline.ddp.buckets.dense import CopyBatch
 from paceline.ddp.buckets.plan import BucketCaps, make_plan
 from paceline.ddp.reducer.in_flight import InFlight
+from paceline.ddp.reducer.pairing import StepCounts
 from paceline.ddp.reducer.readiness import LaunchOrder
+from paceline.ddp.reducer.report_checks import check_counts, check_reports
 from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome, StepSummary
+from paceline.watch.rank_page import Activity
 
 # The largest number of small gradients that are copied together: enough to share the cost, few enough for
 # the cache.
@@ -40,6 +43,7 @@ class Step:
         number: its number, for errors.
         ranks: the number of ranks that the sum is divided by.
         accumulated: a 1 for each slot that has a gradient from accumulation.
+        counts: what the user has done since the last step.
         launch_late: launch no bucket before the end of backward.
         copy_late: copy no gradient before then either, because others look at ``.grad`` until the end.
 
@@ -57,12 +61,14 @@ class Step:
         number: int,
         ranks: int,
         accumulated: bytearray,
+        counts: StepCounts,
         launch_late: bool,
         copy_late: bool,
     ) -> None:
         self._context = context
         self._number = number
         self._accumulated = accumulated
+        self._counts = counts
         self._copy_late = copy_late
         self._is_weighted = context.weights.now is not None
         self._factor = 1.0 if self._is_weighted else context.exchange.factor(ranks)
@@ -79,7 +85,9 @@ class Step:
         """Get ready for the first gradient."""
         context = self._context
         context.recorder.backward_began(self._number)
+        context.group.watch.mark(Activity.BACKWARD, self._number)
         context.readiness.begin(self._accumulated)
+        context.non_finite.begin(self._number)
         for bucket in context.bucket_set.buckets:
             bucket.begin()
         self.in_flight.begin(context.weights.total, self._ranks)
@@ -100,11 +108,11 @@ class Step:
                 self._launch(next_)
         context.group.make_progress()
 
-    def contribute_nothing(self) -> None:
-        """This rank has no inputs left: contribute zeros, and report it."""
+    def contribute_nothing(self, outcome: StepOutcome) -> None:
+        """This rank has no inputs: contribute zeros, and report why."""
         for bucket in self._context.bucket_set.buckets:
             bucket.zero()
-        self.in_flight.outcome = StepOutcome.NO_INPUTS
+        self.in_flight.outcome = outcome
 
     def launch_rest(self) -> None:
         """Backward has ended, and ``finish`` comes later: launch the buckets that are left."""
@@ -123,7 +131,8 @@ class Step:
         summary = self.in_flight.read_report(self._own_report)
         if self.in_flight.mistake is not None:
             raise self.in_flight.mistake
-        self.in_flight.check(summary)
+        self._check(summary)
+        self._compare_replicas()
         self._set_remaining_grads(summary)
         self._reduce_again(summary)
         if self._context.group.may_change:
@@ -132,6 +141,13 @@ class Step:
             self._context.weights.finish()
         self._context.bucket_set.end_step()
         return summary
+
+    def _check(self, summary: StepSummary) -> None:
+        context = self._context
+        check_reports(summary, context.group, self._number)
+        if not context.group.may_change:
+            counts = context.layout.read_counts(context.bucket_set.report)
+            check_counts(counts, context.pairing, summary, context.group, self._number)
 
     def _end_backward(self) -> Iterator[int]:
         """Gives the buckets that are left to launch, then takes what came late; nothing the second time."""
@@ -171,6 +187,8 @@ class Step:
             complete = context.readiness.is_complete(number) and not self._is_weighted
             missing = bucket.fill(self._factor, None if complete else context.readiness.used)
             context.readiness.set_used(missing, used=False)
+            if not context.group.may_change:  # its ranks cannot be told apart
+                context.non_finite.look(bucket)
             report = None
             if number == context.bucket_set.plan.report_bucket:
                 self._look_outside_plan()
@@ -186,7 +204,7 @@ class Step:
 
     @property
     def _has_no_inputs(self) -> bool:
-        return self.in_flight.outcome is StepOutcome.NO_INPUTS
+        return self.in_flight.outcome in (StepOutcome.NO_INPUTS, StepOutcome.SKIPPED)
 
     def _apply_weights(self, bucket: Bucket) -> None:
         if self._is_weighted:
@@ -204,20 +222,39 @@ class Step:
 
     def _report(self) -> RankReport:
         context, readiness = self._context, self._context.readiness
+        buffers_changed = context.buffers.changed()
+        if context.non_finite.is_found:
+            names = [slot.name for slot in context.parameters.slots]
+            context.non_finite.note(context.group, names, readiness.order)
         return RankReport(
             used=readiness.used,
             late=readiness.late,
             unfrozen=any(readiness.used[slot] for slot in context.outside),
-            buffers_changed=context.buffers.changed(),
+            buffers_changed=buffers_changed,
             weight=context.weights.total,
             order=readiness.order,
+            counts=self._counts,
+            digest=self._digest(buffers_changed=buffers_changed),
+            non_finite=context.non_finite.is_found,
         )
+
+    def _digest(self, *, buffers_changed: bool) -> int:
+        """The digest of this rank's replica; 0 if replicas may differ, so that nobody compares."""
+        context = self._context
+        if context.audit is None or self._has_no_inputs or not context.exchange.supports_join:
+            return 0
+        return context.audit.digest(self._number, buffers_changed=buffers_changed)
+
+    def _compare_replicas(self) -> None:
+        context = self._context
+        if context.audit is not None:
+            digests = context.layout.read_digests(context.bucket_set.report)
+            context.audit.compare(digests, context.group, self._number)
 
     def _set_remaining_grads(self, summary: StepSummary) -> None:
         """Set what had to wait for the reports: weighted averages, and parameters unused on this rank."""
         for bucket in self._context.bucket_set.buckets:
-            self._divide_by_weights(bucket, summary)
-            if self._is_weighted:
+            if self._divide_by_what_counts(bucket, summary) or self._is_weighted:
                 bucket.set_grads()
             bucket.set_unused_grads(summary.used)
 
@@ -232,11 +269,14 @@ class Step:
             [slot for slot, used in enumerate(context.readiness.used) if used and not summary.used[slot]]
         )
 
-    def _divide_by_weights(self, bucket: Bucket, summary: StepSummary) -> None:
-        """Divide weighted sums only now, because only now the total weight is known."""
-        total = summary.total_weight
+    def _divide_by_what_counts(self, bucket: Bucket, summary: StepSummary) -> bool:
+        """Divide by the total weight, or by the ranks that count, if only now these are known."""
+        total, skipped = summary.total_weight, len(summary.skipped)
         if total is not None:
             bucket.scale(self._context.exchange.sum_per_result / total if total else 0.0)
+        elif skipped:  # the gradients were divided by the number of all ranks
+            bucket.scale(self._ranks / (self._ranks - skipped) if skipped < self._ranks else 0.0)
+        return total is not None or bool(skipped)
 
     def _reduce_again(self, summary: StepSummary) -> None:
         """Reduce what came after its bucket was launched, and what the plan has no bucket for."""
@@ -273,7 +313,7 @@ class Step:
 
     def _average(self, bucket: Bucket, number: int, summary: StepSummary) -> None:
         self.in_flight.average(bucket, number)
-        self._divide_by_weights(bucket, summary)
+        self._divide_by_what_counts(bucket, summary)
 
 
 def _without_grad() -> contextlib.AbstractContextManager[None]:

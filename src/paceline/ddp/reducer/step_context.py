@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from paceline.comm.group import Group
+from paceline.ddp.audit.audit import Audit
 from paceline.ddp.buckets.bucket_set import BucketOptions, BucketSet
 from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.reducer.nonfinite import NonFiniteGradients
+from paceline.ddp.reducer.pairing import Pairing
 from paceline.ddp.reducer.planner import Planner
 from paceline.ddp.reducer.readiness import Readiness
 from paceline.ddp.reducer.step_report import ReportLayout
@@ -29,9 +32,12 @@ class StepContext:
         exchange: how buckets are averaged.
         group: the ranks.
         weights: what contributions count.
+        pairing: compares what the user does on each rank.
+        non_finite: looks for gradients that are not finite.
         buffers: the module's buffers; the report says whether they have changed.
         recorder: records what happens when.
         skip_unused: whether to skip buckets that this rank did not use, as torch does when asked.
+        audit: compares replicas across ranks, unless it is switched off.
     """
 
     parameters: ReducedParameters
@@ -42,9 +48,22 @@ class StepContext:
     exchange: Exchange
     group: Group
     weights: Weights
+    pairing: Pairing
+    non_finite: NonFiniteGradients
     buffers: ModuleBuffers
     recorder: Recorder
     skip_unused: bool
+    audit: Audit | None = None
+
+    def begin_buffer_watch(self) -> None:
+        """From now on module buffers should not change."""
+        if self.audit is not None:
+            self.audit.watch.begin()
+
+    def end_buffer_watch(self) -> None:
+        """From now on module buffers may change."""
+        if self.audit is not None:
+            self.audit.watch.end()
 
 
 class PlanParts(TypedDict):
@@ -62,6 +81,8 @@ def lay_out(
     group: Group,
     exchange: Exchange,
     options: BucketOptions,
+    *,
+    with_digests: bool,
 ) -> PlanParts:
     """What the plan in force needs; the buckets' storage comes when it is first needed."""
     plan = planner.plan
@@ -70,6 +91,7 @@ def lay_out(
         buckets=len(plan.buckets),
         world=0 if group.may_change else group.size,
         with_order=planner.learns_order,
+        with_digests=with_digests,
     )
     # See Note [Reports on the host].
     on_accelerator = any(parameter.device.type != "cpu" for parameter in parameters.local)

@@ -75,6 +75,7 @@ class ModuleBuffers:
         any: whether there were buffers at the last look.
         source: the rank whose buffers the others take over; under join one that still has inputs.
         hook: the user's way of making them equal, if there is one.
+        is_synced: whether they were made equal in a forward of the running step.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ModuleBuffers:
         self._unchanged_steps = 0
         self.hook: BufferHook | None = None
         self.source = 0
+        self.is_synced = False
         self.any = bool(self.named())
 
     @property
@@ -97,6 +99,7 @@ class ModuleBuffers:
     def learn(self, *, changed: bool) -> None:
         """Note whether any rank's buffers changed in the step that ended."""
         self._unchanged_steps = 0 if changed else self._unchanged_steps + 1
+        self.is_synced = False
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now."""
@@ -110,6 +113,10 @@ class ModuleBuffers:
         added = self.constant and len(self._find()) != len(self._last_synced.found)
         return added or self._last_synced.changed()
 
+    def changed_names(self) -> frozenset[str]:
+        """The buffers that have other values than after the last broadcast, or were replaced."""
+        return frozenset() if self._last_synced is None else self._last_synced.changed_names()
+
     def will_sync(self, location: BufferHookLocation | None = None) -> bool:
         """Whether the next forward makes buffers equal; given a location, whether it does so there."""
         here = BufferHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
@@ -121,6 +128,7 @@ class ModuleBuffers:
         Returns:
             Futures of the hook, to be waited for after backward.
         """
+        self.is_synced = True
         if self.hook is not None:
             return self.hook.call(self.hook.state, self.named()) or ()
         if not self.constant:
@@ -147,7 +155,7 @@ class ModuleBuffers:
             for name, buffer in buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is not None and full not in self._ignored:
-                    found.setdefault(id(buffer), _Found(buffers, name, buffer))
+                    found.setdefault(id(buffer), _Found(buffers, name, buffer, full))
         return list(found.values())
 
 
@@ -157,6 +165,7 @@ class _Found(NamedTuple):
     owner: dict[str, Tensor | None]
     name: str
     buffer: Tensor
+    full_name: str
 
 
 class _SyncedBuffers:
@@ -209,6 +218,15 @@ class _SyncedBuffers:
         return not all(
             torch.equal(local_of(each.buffer), values)
             for each, values in zip(self.found, self._values, strict=True)
+        )
+
+    def changed_names(self) -> frozenset[str]:
+        """Which of those in host memory were replaced, or have other values."""
+        on_host = compress(self.found, self._on_host)
+        return frozenset(
+            each.full_name
+            for each, values in zip(on_host, self._values, strict=True)
+            if each.owner.get(each.name) is not each.buffer or not torch.equal(local_of(each.buffer), values)
         )
 
 

@@ -1,9 +1,7 @@
 """Starts ranks that examine each other, and judges the facts that they gathered."""
 
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.tools.doctor import rank_program
@@ -14,6 +12,7 @@ from paceline.tools.doctor.rank_program import RENDEZVOUS, RankFacts, load_facts
 from paceline.tools.doctor.requested_run import RequestedRun
 from paceline.tools.run import agent, worker
 from paceline.tools.run.failures import summarise
+from paceline.tools.run.processes import guarded_folder
 
 RANKS_CHECK, VERSIONS_CHECK, DTYPES_CHECK = "ranks", "versions", "dtypes"
 COMPARED_VERSIONS = ("torch", "paceline", "python")
@@ -22,10 +21,10 @@ RANK_COMMAND = (sys.executable, "-u", worker.__file__, "--module", rank_program.
 
 def check_ranks(job: agent.Job, run: RequestedRun) -> tuple[list[Finding], int | None]:
     """Start ranks and judge what they found; also the signal that stopped them, if one did."""
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with guarded_folder(worker.FOLDER) as folder:
         # Standard output is for the findings.
-        result = agent.run(job, Path(folder), stdout=sys.stderr, stderr=sys.stderr)
-        facts = load_facts(Path(folder))
+        result = agent.run(job, folder, stdout=sys.stderr, stderr=sys.stderr)
+        facts = load_facts(folder)
     findings = _judge_result(result, run)
     # Ranks that could not be started or failed have gathered nothing, which is reported already.
     if facts.software or facts.failures or not findings:

@@ -15,8 +15,8 @@ from paceline.tools.report.step_parts import (
     communication,
     mean_parts,
     median,
-    part_times,
     quartiles,
+    rank_part_times,
     typical_rows,
 )
 from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
@@ -122,10 +122,10 @@ def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
 
 def analyse(whole: WrapperRun) -> RunAnalysis:
     """The analysis of one wrapper's run."""
-    all_parts = _part_times(whole)
+    all_parts = rank_part_times(whole)
     stragglers = find_stragglers(whole, all_parts, quartiles(_step_times(whole))[1])
     run = _since_last_straggler(whole, stragglers)
-    parts = all_parts if run is whole else _part_times(run)
+    parts = all_parts if run is whole else rank_part_times(run)
     figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, parts, strict=True)]
     step_ns = quartiles(_step_times(run))
     buckets = bucket_waits(run)
@@ -198,10 +198,6 @@ def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
 
 def _detailed_steps(run: WrapperRun) -> int:
     return max(map(len, run.timelines))
-
-
-def _part_times(run: WrapperRun) -> list[PartTimes]:
-    return [part_times(timeline, run.last_backward_ends) for timeline in run.timelines]
 
 
 def _step_times(run: WrapperRun) -> list[int]:
@@ -294,8 +290,9 @@ def _summary(facts: RunFacts, overlap: float | None) -> str:
 def _straggler_summary(step: str, stragglers: Sequence[Straggler]) -> str:
     worst, *others = stragglers
     before = "" if worst.other_step_ms is None else f" ({milliseconds(worst.other_step_ms)} before)"
+    where = f"; it is slow in {worst.slow_part}" if worst.slow_part else ""
     also = f" Other stragglers: {rank_list(each.rank for each in others)}." if others else ""
     return (
         f"{step}{before}. Rank {worst.rank} has been a straggler since step {worst.first_step:,}: "
-        f"{milliseconds(worst.late_ms)} behind the other ranks, which wait for it.{also}"
+        f"{milliseconds(worst.late_ms)} behind the other ranks, which wait for it{where}.{also}"
     )

@@ -12,12 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.errors import PacelineError
-from paceline.tools.formatting import milliseconds, rank_list
+from paceline.recording.files import write_file
+from paceline.tools.formatting import milliseconds, printable, rank_list
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
 from paceline.tools.report.html_page import html_page
+from paceline.tools.report.last_minute import LastMinute, last_minute
 from paceline.tools.report.perfetto_trace import write_trace
 from paceline.tools.report.tensorboard_scalars import write_scalars
 from paceline.tools.report.wrapper_runs import WrapperRun
+from paceline.watch.rank_page import read_pages
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(path_type=Path)
@@ -45,19 +48,22 @@ def report(
     environment.
     """
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    last = last_minute(read_pages(folder)) if folder.is_dir() else None
     try:
         analysed = analyse_recording(folder)
         written = output or folder / "report.html"
-        written.write_text(html_page(analysed), "utf-8")
+        write_file(written, html_page(analysed, last).encode("utf-8"))
         _write_more([run for run, _ in analysed], trace, tensorboard, console)
     except (PacelineError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        _print_last_minute(last, console)
+        raise click.ClickException(printable(str(error))) from error
     if as_json:
         click.echo(json.dumps([asdict(analysis) for _, analysis in analysed], indent=2))
     else:
         for _, analysis in analysed:
             _print_summary(analysis, console)
-    console.print(f"page: {escape(str(written))}")
+    _print_last_minute(last, console)
+    console.print(f"page: {_shown(str(written))}")
     if opened:
         webbrowser.open(written.resolve().as_uri())
 
@@ -67,20 +73,20 @@ def _write_more(
 ) -> None:
     if trace is not None:
         steps = write_trace(runs, trace)
-        console.print(f"trace of the last {steps:,} steps: {escape(str(trace))}")
+        console.print(f"trace of the last {steps:,} steps: {_shown(str(trace))}")
     if tensorboard is not None:
         write_scalars(runs, tensorboard)
-        console.print(f"scalars: {escape(str(tensorboard))}")
+        console.print(f"scalars: {_shown(str(tensorboard))}")
 
 
 def _print_summary(analysis: RunAnalysis, console: Console) -> None:
     ranks = rank_list(analysis.group)
-    console.print(f"\n[bold]{escape(analysis.module)}[/bold] on {ranks}, {analysis.steps:,} steps")
-    console.print(escape(analysis.summary))
+    console.print(f"\n[bold]{_shown(analysis.module)}[/bold] on {ranks}, {analysis.steps:,} steps")
+    console.print(_shown(analysis.summary))
     if analysis.missing_ranks:
         console.print(f"[yellow]no recording of {rank_list(analysis.missing_ranks)}[/yellow]")
     console.print(_parts_table(analysis))
-    changes = [f"{each.change}\n    {each.evidence}" for each in analysis.suggestions]
+    changes = [f"{_shown(each.change)}\n    {_shown(each.evidence)}" for each in analysis.suggestions]
     _print_list("suggestions", changes or ["none: no part of a step stands out"], console)
 
 
@@ -98,7 +104,23 @@ def _parts_table(analysis: RunAnalysis) -> Table:
     return table
 
 
+def _print_last_minute(last: LastMinute | None, console: Console) -> None:
+    """How a run ended that stalled or failed."""
+    if last is None:
+        return
+    console.print(f"\n[bold]the last minute[/bold]\n{escape(last.first)}")
+    for rank in last.ranks:
+        _print_list(f"rank {rank.rank}", rank.lines, console)
+        for line in rank.stack:
+            console.print(f"      {escape(line)}")
+
+
 def _print_list(title: str, lines: Iterable[str], console: Console) -> None:
     console.print(f"{title}:")
     for line in lines:
-        console.print(f"  - {escape(line)}")
+        console.print(f"  - {line}")
+
+
+def _shown(text: str) -> str:
+    """Text that may be from a recording, as it is and without effect on the terminal."""
+    return escape(printable(text))

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.report.analysis import RunAnalysis
+from paceline.tools.report.last_minute import LastMinute
 from paceline.tools.report.page_numbers import COLUMNS, encode, step_columns, sum_columns, tick
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
@@ -19,8 +20,10 @@ _MOST_RANKS = 64
 _SCRIPTS = ("data.js", "formatting.js", "timeline.js", "plots.js", "tables.js", "page.js")
 
 
-def html_page(analysed: Sequence[tuple[WrapperRun, RunAnalysis]]) -> str:
-    """The page of some runs and their analyses."""
+def html_page(
+    analysed: Sequence[tuple[WrapperRun, RunAnalysis]], last_minute: LastMinute | None = None
+) -> str:
+    """The page of some runs and their analyses, and of how the run ended if it stalled or failed."""
     share = _MOST_NUMBERS // max(1, len(analysed))
     wrappers, columns = [], []
     for run, analysis in analysed:
@@ -37,11 +40,22 @@ def html_page(analysed: Sequence[tuple[WrapperRun, RunAnalysis]]) -> str:
                 f"{wrappers[0]['module']}: paceline report".encode("ascii", "replace").decode()
             ),
             "style": _file("page.css"),
+            "last_minute": "" if last_minute is None else _last_minute_section(last_minute),
             "report": _json(data),
             "numbers": encode(columns),
             "script": "\n".join(map(_file, _SCRIPTS)),
         }
     )
+
+
+def _last_minute_section(last: LastMinute) -> str:
+    ranks = "".join(
+        f"<h3>rank {rank.rank}</h3><pre>{html.escape(chr(10).join([*rank.lines, '', *rank.stack]))}</pre>"
+        for rank in last.ranks
+    )
+    title = '<h2 id="last-minute-title">The last minute</h2>'
+    first = f"<p>{html.escape(last.first)}</p>"
+    return f'<section aria-labelledby="last-minute-title">{title}{first}{ranks}</section>'
 
 
 def _drawn(run: WrapperRun, analysis: RunAnalysis) -> list[RankTimeline]:

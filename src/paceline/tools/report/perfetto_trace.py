@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.recording.files import write_file
 from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
@@ -43,7 +44,7 @@ def write_trace(runs: Sequence[WrapperRun], path: Path) -> int:
     ]
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     data = content.encode("ascii")
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    write_file(path, gzip.compress(data) if path.suffix == ".gz" else data)
     return min(last, max(len(timeline) for run in runs for timeline in run.timelines))
 
 

@@ -52,6 +52,11 @@ def part_times(timeline: RankTimeline, last_backward_ends: Mapping[int, int]) ->
     return times
 
 
+def rank_part_times(run: WrapperRun) -> list[PartTimes]:
+    """The parts of the steps of each rank."""
+    return [part_times(timeline, run.last_backward_ends) for timeline in run.timelines]
+
+
 def _parts(row: Sequence[int], step_time: int, last_backward_ends: Mapping[int, int]) -> tuple[int, ...]:
     (
         step, _, begin, _, forward_start, buffers_end, forward_end, backward_start, backward_end, all_reduced,

@@ -1,39 +1,34 @@
 """Finds stragglers: ranks that the others wait for. By how much, since when, and in which part of a step.
 
 The last steps are recorded in detail: there, a straggler is who reaches a synchronisation point late. Of
-earlier steps only sums are left: there, a straggler is who waits least after backward.
+earlier steps only sums are left: there, a straggler is who waits least for module buffers and after backward.
 """
 
-import enum
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.recording.rows import StepColumn, SumColumn
-from paceline.tools.report.step_parts import PartTimes, StepPart, median, quartiles
+from paceline.recording.rows import SumColumn
+from paceline.tools.report.delays import (
+    LEAST,
+    Delays,
+    Period,
+    SyncPoint,
+    delays_against_others,
+    last_share,
+    slow_part,
+    sync_delays,
+)
+from paceline.tools.report.step_parts import PartTimes, median, quartiles
 from paceline.tools.report.wrapper_runs import WrapperRun
 
-# A delay matters if it is this share of a step, and this many nanoseconds, which is more than noise.
+# A delay matters if it is this share of a step, and more than noise.
 _SHARE = 0.03
-_LEAST = 100_000
 # In fewer steps it may be chance. A period that is over must have had more steps, and this share of all.
 _FEWEST = 8
 _FEWEST_OVER = 32
 _SHARE_OVER = 0.05
-# What a rank does alone; in the other parts it waits for other ranks.
-_ALONE: list[StepPart] = [
-    part
-    for part in StepPart
-    if part not in (StepPart.BUFFERS, StepPart.WAITING, StepPart.EXPOSED_COMMUNICATION)
-]
-
-
-class SyncPoint(enum.StrEnum):
-    """Where ranks wait for each other."""
-
-    FORWARD_START = "the start of forward"
-    """If module buffers are synchronised there."""
-    BACKWARD_END = "the end of backward"
+# Of two delays of about the same length, the one at the end of backward counts: there all ranks wait.
+_CLEARLY = 1.25
 
 
 @dataclass(frozen=True)
@@ -75,21 +70,6 @@ class RankDelay:
     sync_point: str
     late_ms: float
     last_share: float
-
-
-# For each rank, step by step: its delay against the median of the other ranks, in nanoseconds.
-Delays = Sequence[Sequence[int]]
-# From the first index to the one after the last, of steps or blocks.
-Period = tuple[int, int]
-
-
-def delays_against_others(times: Sequence[int]) -> list[int]:
-    """By how much each time is after the median of the others; of two middle ones the earlier counts."""
-    if len(times) < 2:
-        return [0] * len(times)
-    ordered = sorted(times)
-    middle = (len(times) - 2) // 2
-    return [time - ordered[middle + (bisect_left(ordered, time) <= middle)] for time in times]
 
 
 def late_period(delays: Sequence[float], least: float, *, fewest_over: int = _FEWEST) -> Period | None:
@@ -137,7 +117,7 @@ def find_stragglers(run: WrapperRun, parts: Sequence[PartTimes], step_ns: float)
     """
     if len(run.timelines) < 2:
         return []
-    least = max(_SHARE * step_ns, _LEAST)
+    least = max(_SHARE * step_ns, LEAST)
     found = _in_rows(run, parts, least) or _in_sums(run, least)
     return sorted(found, key=lambda each: -each.late_ms)
 
@@ -145,57 +125,23 @@ def find_stragglers(run: WrapperRun, parts: Sequence[PartTimes], step_ns: float)
 def rank_delays(run: WrapperRun, step_ns: float, stragglers: Sequence[Straggler]) -> list[RankDelay]:
     """How late each rank reaches the point where the first straggler is late, or the end of backward."""
     point = stragglers[0].sync_point if stragglers else SyncPoint.BACKWARD_END
-    delays = _delays(run, max(_SHARE * step_ns, _LEAST)).get(SyncPoint(point), [])
+    delays = sync_delays(run, max(_SHARE * step_ns, LEAST)).get(SyncPoint(point), [])
     return [
-        RankDelay(timeline.rank, point, median(own) / 1e6, _last_share(delays, number, (0, len(own))))
+        RankDelay(timeline.rank, point, median(own) / 1e6, last_share(delays, number, (0, len(own))))
         for number, (timeline, own) in enumerate(zip(run.timelines, delays, strict=True))
     ]
 
 
-def _delays(run: WrapperRun, least: float) -> dict[SyncPoint, Delays]:
-    found = {SyncPoint.BACKWARD_END: _delays_after_backward(run, least)}
-    if all(map(any, _common_times(run, StepColumn.BUFFERS_END))):
-        found[SyncPoint.FORWARD_START] = _compare(_common_times(run, StepColumn.FORWARD_START))
-    return found
-
-
-def _delays_after_backward(run: WrapperRun, least: float) -> Delays:
-    ends, uncertainty = _common_times(run, StepColumn.BACKWARD_END), run.clock_uncertainty
-    if uncertainty is None or 2 * uncertainty > least:
-        # Clocks are not good enough. But the last bucket is reduced at one time: who came last waits least.
-        reduced = _common_times(run, StepColumn.ALL_REDUCED)
-        ends = [[a - b for a, b in zip(*both, strict=True)] for both in zip(ends, reduced, strict=True)]
-    return _compare(ends)
-
-
-def _common_times(run: WrapperRun, column: StepColumn) -> list[list[int]]:
-    return [
-        [timeline[column][row] for row in rows]
-        for timeline, rows in zip(run.timelines, run.common_rows, strict=True)
-    ]
-
-
-def _compare(times: Sequence[Sequence[int]]) -> Delays:
-    steps = map(delays_against_others, zip(*times, strict=True))
-    return list(zip(*steps, strict=True)) or [[] for _ in times]
-
-
-def _last_share(delays: Sequence[Sequence[float]], rank: int, period: Period) -> float:
-    steps = list(zip(*(own[slice(*period)] for own in delays), strict=True))
-    last = sum(1 for step in steps if step[rank] == max(step) > min(step))
-    return last / max(1, len(steps))
-
-
 def _in_rows(run: WrapperRun, parts: Sequence[PartTimes], least: float) -> list[Straggler]:
-    """The stragglers of the detailed steps; one that is late at both points, where it is later."""
+    """The stragglers of the detailed steps; one that is late at both points, where it is clearly later."""
     found: dict[int, Straggler] = {}
-    for point, delays in _delays(run, least).items():
+    for point, delays in sync_delays(run, least).items():
         for number, own in enumerate(delays):
             period = late_period(own, least, fewest_over=_FEWEST_OVER)
             if period is not None:
                 each = _straggler(run, parts, delays, number, point=point, period=period, least=least)
                 known = found.get(each.rank)
-                if known is None or known.late_ms < each.late_ms:
+                if known is None or _CLEARLY * known.late_ms < each.late_ms:
                     found[each.rank] = each
     return list(found.values())
 
@@ -213,18 +159,18 @@ def _straggler(
     start, end = period
     steps, own = run.common_steps, delays[number]
     first, error = _in_earlier_sums(run, number, steps[0], least) if start == 0 else (steps[start], 0)
-    slow_part, slow_part_ms = _slow_part(run, parts, number, period)
+    part, excess = slow_part(run, parts, number, period)
     step_ms, other_step_ms = _step_ms(_common_step_times(run, number), period)
     return Straggler(
         rank=run.timelines[number].rank,
         sync_point=point,
         late_ms=median(own[start:end]) / 1e6,
-        last_share=_last_share(delays, number, period),
+        last_share=last_share(delays, number, period),
         first_step=first,
         last_step=None if len(own) - end < _FEWEST else steps[end - 1],
         first_step_error=error,
-        slow_part=slow_part,
-        slow_part_ms=slow_part_ms,
+        slow_part=part,
+        slow_part_ms=excess / 1e6,
         step_ms=step_ms,
         other_step_ms=other_step_ms,
     )
@@ -241,27 +187,13 @@ def _step_ms(times: Sequence[float], period: Period) -> tuple[float, float | Non
     return median(times[slice(*period)]) / 1e6, median(others) / 1e6 if others else None
 
 
-def _slow_part(
-    run: WrapperRun, parts: Sequence[PartTimes], number: int, period: Period
-) -> tuple[str | None, float]:
-    """The part in which a rank exceeds the others most, and by how many milliseconds."""
-    excess: dict[StepPart, float] = {}
-    for part in _ALONE:
-        medians = [
-            int(median([own[part][row] for row in rows[slice(*period)]]))
-            for own, rows in zip(parts, run.common_rows, strict=True)
-        ]
-        excess[part] = delays_against_others(medians)[number]
-    part = max(excess, key=lambda each: excess[each])
-    return (str(part), excess[part] / 1e6) if excess[part] >= _LEAST else (None, 0.0)
-
-
 def _delays_in_sums(run: WrapperRun) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """The blocks that all ranks have, as first step and number of steps; each rank's mean delay in them."""
     waits = [
         {
             (each[SumColumn.FIRST_STEP], each[SumColumn.STEPS]): (
-                each[SumColumn.WAIT_AFTER_BACKWARD] // max(1, each[SumColumn.STEPS])
+                (each[SumColumn.BUFFERS] + each[SumColumn.WAIT_AFTER_BACKWARD])
+                // max(1, each[SumColumn.STEPS])
             )
             for each in timeline.sums
         }
@@ -298,7 +230,7 @@ def _in_sums(run: WrapperRun, least: float) -> list[Straggler]:
                 rank=run.timelines[number].rank,
                 sync_point=SyncPoint.BACKWARD_END,
                 late_ms=median(own[start:end]) / 1e6,
-                last_share=_last_share(delays, number, period),
+                last_share=last_share(delays, number, period),
                 first_step=first,
                 last_step=sum(blocks[end - 1]) - 1 if end < len(blocks) else None,
                 first_step_error=steps - 1,

@@ -1,10 +1,12 @@
 """Writes the figures of a run as TensorBoard scalars, by rank and step."""
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import MissingPackageError
+from paceline.recording.files import make_folder, write_file
 from paceline.recording.rows import SumColumn
 from paceline.tools.report.wrapper_runs import WrapperRun
 
@@ -29,10 +31,23 @@ def write_scalars(runs: Sequence[WrapperRun], folder: Path) -> None:
     for number, run in enumerate(runs):
         name = run.module if len(runs) == 1 else f"{number}-{run.module}"
         for timeline in run.timelines:
-            writer = make_writer(str(folder / _safe_name(name) / f"rank{timeline.rank}"))
-            for tag, value, step, seconds in _scalars(run, timeline.sums):
-                writer.add_scalar(tag, value, step, walltime=seconds)
-            writer.close()
+            scalars = _scalars(run, timeline.sums)
+            _write_run(make_writer, scalars, folder / _safe_name(name) / f"rank{timeline.rank}")
+
+
+def _write_run(make_writer: Any, scalars: Iterable[tuple[str, float, int, float]], folder: Path) -> None:
+    for each in (folder.parent, folder):
+        if each.is_symlink():
+            raise OSError(f"{each} is a symbolic link, and is not written to")
+    make_folder(folder)
+    # TensorBoard would follow a link that has the name of its file, so it writes elsewhere.
+    with tempfile.TemporaryDirectory(prefix="paceline-") as unfinished:
+        writer = make_writer(unfinished)
+        for tag, value, step, seconds in scalars:
+            writer.add_scalar(tag, value, step, walltime=seconds)
+        writer.close()
+        for path in Path(unfinished).iterdir():
+            write_file(folder / path.name, path.read_bytes())
 
 
 def _writer() -> Any:

@@ -15,8 +15,6 @@ from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
 from paceline.tools.report.host_clocks import SAME_CLOCK, ClockOffset, clock_offsets, host_key
 
-_NUMBERS = ("world", "hosts", "epoch", "first_cap", "cap", "version")
-_TEXTS = ("module", "backend", "transport", "device", "exchange", "unit", "host", "boot")
 _NOT_TIMES = (StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT)
 
 
@@ -166,38 +164,15 @@ def wrapper_runs(recordings: Iterable[PlanRecording]) -> list[WrapperRun]:
     """One run per wrapper, the one that took most time first.
 
     Raises:
-        RecordingError: no step was recorded, or a description is damaged.
+        RecordingError: no step was recorded.
     """
-    recordings = list(recordings)
-    for recording in recordings:
-        _check(recording)
-    runs = [_wrapper_run(each) for each in _by_wrapper(recordings)]
+    runs = [wrapper_run(each) for each in _by_wrapper(recordings)]
     if not any(len(timeline) for run in runs for timeline in run.timelines):
         raise RecordingError(
             "no step was recorded: the ranks ended before their first synchronised backward did"
         )
     whole = [run for run in runs if all(map(len, run.timelines))]
     return sorted(whole, key=lambda run: -max(sum(timeline.step_times) for timeline in run.timelines))
-
-
-def _check(recording: PlanRecording) -> None:
-    """Raise unless the description has all that is read later."""
-    description = recording.description
-    try:
-        numbers = [description[name] for name in _NUMBERS] + [*description["group"], *description["nbytes"]]
-        for bucket in description["buckets"]:
-            numbers += [bucket["nbytes"], len(bucket["slots"])]
-        texts = [description[name] for name in _TEXTS]
-        are_typed = all(isinstance(each, int) for each in numbers) and all(
-            isinstance(each, str) for each in texts
-        )
-        is_sound = are_typed and len(description["slots"]) == len(description["nbytes"])
-        problem = "" if is_sound else "a value has the wrong type or length"
-    except (KeyError, TypeError) as error:
-        problem = f"a value is missing: {error}"
-    if problem:
-        name = f"rank{recording.rank}-wrapper{recording.wrapper}-plan{recording.plan}.json"
-        raise RecordingError(f"the recording is damaged ({name}: {problem})")
 
 
 def _by_wrapper(recordings: Iterable[PlanRecording]) -> list[list[PlanRecording]]:
@@ -214,7 +189,8 @@ def _by_wrapper(recordings: Iterable[PlanRecording]) -> list[list[PlanRecording]
     return list(together.values())
 
 
-def _wrapper_run(recordings: Sequence[PlanRecording]) -> WrapperRun:
+def wrapper_run(recordings: Sequence[PlanRecording]) -> WrapperRun:
+    """The run of one wrapper, from the recordings of its ranks and plans."""
     steps: Counter[int] = Counter()
     for each in recordings:
         steps[each.plan] = max(steps[each.plan], each.written)

@@ -6,18 +6,19 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
 
 from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -25,9 +26,12 @@ from torch.distributed.launcher.api import LaunchConfig
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Destination, StatusLine
 from paceline.tools.run.failures import RankFailure, summarise
+from paceline.tools.run.one_host import OneHostRendezvous, one_host_port
 from paceline.tools.run.progress import read_progress
 from paceline.tools.run.rank_output import OutputThread, RankLogs
 from paceline.tools.run.rank_processes import RankProcesses, child_subreaper
+from paceline.tools.run.run_watch import Watch
+from paceline.tools.run.stalls import find_stall
 from paceline.tools.run.worker import FOLDER
 
 # How long ranks may take to end after another rank has failed, and after a signal or before a restart.
@@ -49,6 +53,7 @@ class Job:
         shown_ranks: local ranks whose output is shown; None for all.
         shutdown_seconds: how long ranks may take to end, whatever the reason; None for what this file says.
         owns_all_children: whether all children of this process are ranks or were started by ranks.
+        stall_seconds: how long a rank may be stalled before the run is ended; None if it is never ended.
     """
 
     config: LaunchConfig
@@ -59,6 +64,7 @@ class Job:
     shown_ranks: set[int] | None = None
     shutdown_seconds: int | None = None
     owns_all_children: bool = False
+    stall_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,10 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
     destinations = (Destination(stdout), Destination(stderr))
     record = _record_folder(job, folder)
     status = StatusLine(
-        destinations[1], lambda: read_progress(record), lambda: shutil.get_terminal_size().columns
+        destinations[1],
+        lambda: read_progress(record),
+        lambda: shutil.get_terminal_size().columns,
+        lambda: find_stall(record),
     )
     output = OutputThread(status)
     logs = RankLogs(
@@ -110,11 +119,12 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
     def say(text: str) -> None:
         output.say(destinations[1], f"paceline: {text}")
 
+    watch = Watch(processes.running, say, lambda: find_stall(record), stall_seconds=job.stall_seconds)
     error = None
     with signals, child_subreaper(), _silent_failure_loggers():
         try:
             try:
-                _run_agent(Agent(job, logs, processes, signals, say))
+                _run_agent(Agent(job, logs, processes, signals, say, watch))
             finally:
                 signals.stop_raising()
         except SignalException:
@@ -222,6 +232,7 @@ class Agent(LocalElasticAgent):
         processes: RankProcesses,
         signals: SignalHandlers,
         say: Callable[[str], None],
+        watch: Watch,
     ) -> None:
         config = job.config
         super().__init__(spec=_spec(job), logs_specs=logs, start_method=config.start_method)
@@ -230,6 +241,7 @@ class Agent(LocalElasticAgent):
         self._say = say
         self._given_seconds = job.shutdown_seconds
         self._close_seconds = self._given_or(SECONDS_AFTER_FAILURE)
+        self._watch = watch
         self._event_log = config.event_log_handler
 
     def record_event(self, event: Event) -> None:
@@ -249,12 +261,19 @@ class Agent(LocalElasticAgent):
         # The agent has just set its own handlers, which would raise again while ranks are being stopped.
         self._signals.reinstall()
         for handler in handlers.values():
+            _continue_after(handler)
             # The agent keeps copies of the rank's ends of its pipes.
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
         self._limit_close_time(context)
         return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.HEALTHY:
+            self._watch.look()
+        return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
@@ -270,7 +289,8 @@ class Agent(LocalElasticAgent):
         death_sig: signal.Signals = signal.SIGTERM,
         timeout: int | None = None,  # noqa: ARG002 - torch's; versions before 2.12 give none
     ) -> None:
-        seconds = self._given_or(SECONDS_AFTER_SIGNAL)
+        is_stalled = self._watch.stall is not None
+        seconds = self._given_or(SECONDS_AFTER_FAILURE if is_stalled else SECONDS_AFTER_SIGNAL)
         if self._signals.received is not None:
             self._say(
                 f"{self._signals.received.name}: waiting up to {seconds} s for the ranks to end; "
@@ -296,6 +316,18 @@ class Agent(LocalElasticAgent):
         context.close = close_in_time  # type: ignore[method-assign]
 
 
+def _continue_after(handler: SubprocessHandler) -> None:
+    """Continue a rank whenever a signal is sent to it: a stopped one would not get the signal."""
+    close = handler.close
+
+    def close_and_continue(death_sig: signal.Signals | None = None) -> None:
+        close(death_sig)
+        with suppress(ProcessLookupError):
+            os.killpg(handler.proc.pid, signal.SIGCONT)
+
+    handler.close = close_and_continue  # type: ignore[method-assign]
+
+
 def _spec(job: Job) -> WorkerSpec:
     """The job as torch's agent wants it."""
     config = job.config
@@ -308,14 +340,17 @@ def _spec(job: Job) -> WorkerSpec:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    address, port = _fixed_address(parameters)
+    own_port = one_host_port(parameters)
+    address, port = _fixed_address(parameters) if own_port is None else (None, None)
     program, *arguments = job.command
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=registry.get_rendezvous_handler(parameters)
+        if own_port is None
+        else OneHostRendezvous(config.run_id, own_port),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address,

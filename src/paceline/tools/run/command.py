@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import tempfile
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +12,19 @@ import click
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
+from paceline.recording.files import make_folder
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run import agent, worker
 from paceline.tools.run.failures import in_lines, summarise
+from paceline.tools.run.processes import guarded_folder
+from paceline.tools.run.run_watch import StalledRunError, parse_stall
 
 DEFAULT_RANKS = "2"
 EXIT_NOT_FOUND = 127
+EXIT_STALLED = 1
 USAGE = (
-    "%(prog)s [-n RANKS] [--patch] [--log-dir DIR] [--record DIR] [torchrun's options] SCRIPT [ARGUMENT ...]"
+    "%(prog)s [-n RANKS] [--patch] [--log-dir DIR] [--record DIR] [--stall kill:SECONDS] "
+    "[torchrun's options] SCRIPT [ARGUMENT ...]"
 )
 ONE_HOST = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
 # torchrun's options that control output in ways that we do not have.
@@ -40,14 +44,14 @@ def run(arguments: tuple[str, ...]) -> None:
     try:
         job = _job(options)
         if options.record:
-            Path(options.record).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(options.record))
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         parser.error(str(error))
     ranks = job.config.nproc_per_node
     if ranks > agent.available_cores():
         _say(f"{ranks} ranks share {agent.available_cores()} cores: each gets one thread")
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        result = agent.run(job, Path(folder), stdout=sys.stdout, stderr=sys.stderr)
+    with guarded_folder(worker.FOLDER, job.shutdown_seconds) as folder:
+        result = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
     exit_now(_report(result))
 
 
@@ -64,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--record", metavar="DIR", help="record the steps of each rank in DIR, for paceline report"
+    )
+    ours.add_argument(
+        "--stall",
+        metavar="kill:SECONDS",
+        help="end the run if a rank is stalled for SECONDS (default: wait for the group's timeout)",
     )
     return parser
 
@@ -117,6 +126,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
         shown_ranks=config.logs_specs._local_ranks_filter if config.logs_specs else None,
         shutdown_seconds=agent.shutdown_seconds(options.shutdown_timeout),
         owns_all_children=True,
+        stall_seconds=None if options.stall is None else parse_stall(options.stall),
     )
 
 
@@ -160,6 +170,9 @@ def _report(result: agent.JobResult) -> int:
         lines = [str(summary)] if has_cause else in_lines(result.failures)
         _say("\n".join([f"stopped by {result.signal.name}", *lines]))
         return 128 + result.signal
+    if isinstance(result.error, StalledRunError):
+        _say("\n".join([str(result.error), *in_lines(result.failures)]))
+        return EXIT_STALLED
     if summary is not None:
         _say(str(summary))
         return summary.root_cause.shell_code

@@ -3,7 +3,7 @@
 import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -11,6 +11,7 @@ import rich.console
 from rich.text import Text
 
 from paceline.tools.run.progress import RunProgress
+from paceline.tools.run.stalls import FindStall, Stall
 
 # Readable on dark and on light backgrounds: green, blue, magenta, cyan, yellow, red.
 COLOURS = (32, 34, 35, 36, 33, 31)
@@ -124,6 +125,7 @@ class StatusLine:
         destination: where it is shown.
         read_progress: reads the progress from the ranks' recordings; None if there is nothing to show.
         columns: the width of the terminal.
+        find_stall: tells which rank others wait for, if they wait long.
 
     Attributes:
         text: what was shown last.
@@ -134,7 +136,10 @@ class StatusLine:
         destination: Destination,
         read_progress: Callable[[], RunProgress | None],
         columns: Callable[[], int],
+        find_stall: FindStall = lambda: None,
     ) -> None:
+        self._find_stall = find_stall
+        self._stalled_since: float | None = None
         self.destination = destination
         self._read_progress = read_progress
         self._columns = columns
@@ -153,7 +158,21 @@ class StatusLine:
         )
         if is_first and not self.destination.is_terminal:  # there is hardly anything to show yet
             return None
+        if (stall := self._find_stall()) is not None:
+            return self._show_stall(stall, now)
+        self._stalled_since = None
         return self._update(self._read_progress())
+
+    def _show_stall(self, stall: Stall, now: float) -> str | None:
+        """A stall is in the status line of a terminal; elsewhere it is told once."""
+        since, before = now - stall.seconds, self._stalled_since
+        self._stalled_since = since
+        self._progress = None  # to be shown again afterwards
+        if self.destination.is_terminal:
+            self.text = self._styled([f"stalled for {stall.seconds:.0f} s", stall.text])
+            return self.text
+        is_new = before is None or since > before + ELSEWHERE
+        return f"paceline: stalled for {stall.seconds:.0f} s: {stall.text}" if is_new else None
 
     def last(self) -> str | None:
         """What is shown at the end, to stay."""
@@ -165,10 +184,12 @@ class StatusLine:
         if progress is None or progress == self._progress:
             return None
         self._progress = progress
-        self.text = self._styled(progress) if self.destination.is_terminal else f"paceline: {progress}"
+        self.text = (
+            self._styled(progress.parts()) if self.destination.is_terminal else f"paceline: {progress}"
+        )
         return self.text
 
-    def _styled(self, progress: RunProgress) -> str:
+    def _styled(self, parts: Sequence[str]) -> str:
         """One line, not wider than the terminal."""
         screen = rich.console.Console(
             file=io.StringIO(),
@@ -177,7 +198,7 @@ class StatusLine:
             width=max(20, self._columns() - 1),
         )
         text = Text()
-        for number, part in enumerate(progress.parts()):
+        for number, part in enumerate(parts):
             text.append(" · " if number else "", style="dim").append(part, style="" if number else "bold")
         text.truncate(screen.width, overflow="ellipsis")
         with screen.capture() as captured:

@@ -9,16 +9,10 @@ from datetime import datetime
 from typing import Any
 
 from paceline.tools.run.worker import EXIT_SIGINT, EXIT_SIGTERM
+from paceline.watch.error_words import CONSEQUENCES, LOST_CONNECTION
 
 # Errors that mean that another rank is missing. By name, because they were raised in another process.
-PEER_ERRORS = frozenset(
-    f"paceline.errors.{name}" for name in ("PeerError", "StalledError", "LostRankError", "LateRankError")
-)
-# What gloo and torch's store say when the process at the other end is gone.
-LOST_CONNECTION = re.compile(
-    r"connection (was likely )?(closed|reset|refused)|pair closure|broken pipe|failed to (recv|send)",
-    re.IGNORECASE,
-)
+PEER_ERRORS = frozenset(f"paceline.errors.{name}" for name in CONSEQUENCES)
 LIBRARY_FILE = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
 LONGEST_LINE = 200
 ROOT_CAUSE_ELSEWHERE = "a rank that is not listed here caused these failures: it may be on another host"

@@ -4,7 +4,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,8 +34,11 @@ def launch(
     """
     if n < 1:
         raise OptionError(f"at least one rank is needed (n: {n})")
-    with tempfile.TemporaryDirectory(prefix="paceline-") as name:
-        folder = Path(name)
+    # Not at the top of the file: importing paceline should not import the launcher.
+    from paceline.tools.run import agent, worker
+    from paceline.tools.run.processes import guarded_folder
+
+    with guarded_folder(worker.FOLDER, agent.shutdown_seconds()) as folder:
         (folder / "call").write_bytes(_pickled(fn, args, kwargs or {}))
         _run(folder, n, Path(log_dir) if log_dir is not None else None)
         return [_result(folder / "0" / f"{rank}.result", rank) for rank in range(n)]
@@ -60,7 +62,7 @@ def _pickled(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[
 
 
 def _run(folder: Path, n: int, log_dir: Path | None) -> None:
-    # Not at the top of the file: importing paceline should not import the launcher.
+    # As above.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -2,13 +2,17 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RecordingError
 from paceline.recording.reader import PlanRecording, read_latest
 from paceline.recording.rows import StepColumn, StepKind, first_launch
+from paceline.tools.formatting import printable
+from paceline.tools.report.delays import last_share, slow_part, sync_delays
+from paceline.tools.report.step_parts import median, rank_part_times
+from paceline.tools.report.wrapper_runs import WrapperRun, wrapper_run
 
 # The figures are of this many steps.
 WINDOW = 32
@@ -16,8 +20,24 @@ WINDOW = 32
 LAST_SHARE = 2 / 3
 LEAST_DELAY = 0.02
 
-# The rows of one step, by rank.
-RowsByRank = Mapping[int, Sequence[int]]
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """A rank that the others wait for.
+
+    Attributes:
+        rank: the rank.
+        delay: how many seconds it is behind the others, in the median step.
+        part: the part of a step that takes longer on it than on the others; None if there is none.
+    """
+
+    rank: int
+    delay: float
+    part: str | None
+
+    def __str__(self) -> str:
+        where = f", in {self.part}" if self.part else ""
+        return f"rank {self.rank} slowest by {self.delay * 1e3:.3g} ms{where}"
 
 
 @dataclass(frozen=True)
@@ -30,8 +50,7 @@ class RunProgress:
         units_per_second: how many samples, or other units, all ranks process; None if they are not counted.
         unit: what is counted.
         overlap: the share of communication that was during backward; None if there was no communication.
-        slowest_rank: the rank that the others waited for in most steps; None if it made no difference.
-        delay: how many seconds it was behind, in the median step.
+        slowest: the rank that the others waited for in most steps; None if it made no difference.
     """
 
     step: int
@@ -39,8 +58,7 @@ class RunProgress:
     units_per_second: float | None
     unit: str
     overlap: float | None
-    slowest_rank: int | None
-    delay: float
+    slowest: SlowestRank | None
 
     def __str__(self) -> str:
         return ", ".join(self.parts())
@@ -49,11 +67,11 @@ class RunProgress:
         """The figures as text, the most important first."""
         parts = [f"step {self.step:,}", f"{self.steps_per_second:,.3g} steps/s"]
         if self.units_per_second is not None:
-            parts.append(f"{self.units_per_second:,.0f} {self.unit}/s")
+            parts.append(f"{self.units_per_second:,.0f} {printable(self.unit)}/s")
         if self.overlap is not None:
             parts.append(f"{self.overlap:.0%} of communication overlapped")
-        if self.slowest_rank is not None:
-            parts.append(f"rank {self.slowest_rank} slowest by {self.delay * 1e3:.3g} ms")
+        if self.slowest is not None:
+            parts.append(str(self.slowest))
         return parts
 
 
@@ -88,16 +106,15 @@ def _wrapper_progress(recordings: Sequence[PlanRecording]) -> RunProgress | None
     seconds = [(later - begin) / 1e9 for begin, later in itertools.pairwise(begins)]
     counted = sum(row[StepColumn.COUNT] for rows in [*by_step.values()][:-1] for row in rows.values())
     step = statistics.median(seconds)
-    slowest, delay = _slowest([*by_step.values()])
-    matters = delay > LEAST_DELAY * step
+    if step <= 0 or sum(seconds) <= 0:  # the files are damaged: steps do not begin one after the other
+        return None
     return RunProgress(
         step=max(by_step),
         steps_per_second=1 / step,
         units_per_second=counted / sum(seconds) if counted else None,
         unit=str(recordings[0].description["unit"]),
         overlap=_overlap(row for rows in by_step.values() for row in rows.values()),
-        slowest_rank=slowest if matters else None,
-        delay=delay if matters else 0.0,
+        slowest=_slowest(recordings, least=LEAST_DELAY * step * 1e9, steps=len(by_step)),
     )
 
 
@@ -115,27 +132,36 @@ def _rows_by_step(recordings: Sequence[PlanRecording]) -> dict[int, dict[int, Se
     return {step: by_step[step] for step in sorted(set.intersection(*ended)) if step in by_step}
 
 
-def _slowest(by_step: Sequence[RowsByRank]) -> tuple[int | None, float]:
-    """The rank that was last in most steps, and its median delay in seconds; if the ranks share a clock."""
-    delays = [_delays(rows) for rows in by_step if len(rows) > 1]
-    last = [max(each, key=each.__getitem__) for each in delays]
-    slowest = max(last, key=last.count, default=None)
-    if slowest is None or last.count(slowest) < LAST_SHARE * len(by_step):
-        return None, 0.0
-    return slowest, statistics.median(each[slowest] for each in delays if slowest in each) / 1e9
+def _slowest(recordings: Sequence[PlanRecording], *, least: float, steps: int) -> SlowestRank | None:
+    """The rank that was last in most steps, if its delay matters.
+
+    Args:
+        recordings: the recordings of the wrapper's ranks.
+        least: the least delay that matters, in nanoseconds.
+        steps: how many steps the figures are of.
+    """
+    run = wrapper_run([each for each in recordings if _had_inputs(each)])
+    number, delay = _last_in_most(run, least, steps)
+    if number is None:
+        return None
+    # The last step goes on, so its parts are not complete.
+    part, _ = slow_part(run, rank_part_times(run), number, (0, max(1, len(run.common_steps) - 1)))
+    return SlowestRank(run.timelines[number].rank, delay / 1e9, part)
 
 
-def _delays(rows: RowsByRank) -> dict[int, int]:
-    """How much later than the first each rank came to where ranks wait for each other."""
-    delays = dict.fromkeys(rows, 0)
-    sync_points = [StepColumn.BACKWARD_END]
-    if all(row[StepColumn.BUFFERS_END] for row in rows.values()):
-        sync_points.append(StepColumn.FORWARD_START)
-    for column in sync_points:
-        first = min(row[column] for row in rows.values())
-        for rank, row in rows.items():
-            delays[rank] += row[column] - first
-    return delays
+def _had_inputs(recording: PlanRecording) -> bool:
+    return any(row[StepColumn.KIND] == StepKind.ORDINARY for row in recording.rows)
+
+
+def _last_in_most(run: WrapperRun, least: float, steps: int) -> tuple[int | None, float]:
+    """The place of the slowest rank among the timelines, and its delay where ranks wait longest for it."""
+    slowest, longest = None, least
+    for delays in sync_delays(run, least).values():
+        for number, own in enumerate(delays):
+            times_last = last_share(delays, number, (0, len(own))) * len(own)
+            if times_last >= LAST_SHARE * steps and median(own) > longest:
+                slowest, longest = number, median(own)
+    return slowest, longest
 
 
 def _overlap(rows: Iterable[Sequence[int]]) -> float | None:

@@ -17,6 +17,7 @@ from paceline.recording.reader import delete_recording
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Console, Destination, Source, StatusLine
 from paceline.tools.run.worker import FOLDER
+from paceline.watch.rank_page import delete_pages
 
 TICK_SECONDS = 0.1
 # A prompt, or a line that grows slowly, is shown after this time.
@@ -230,9 +231,9 @@ class RankLogs(LogsSpecs):
         # Counted here: the agent's count leaves out starts for hosts that come or go.
         self._attempt += 1
         self.folder.mkdir()
-        delete_recording(
-            Path(self._environment[FOLDER_VARIABLE])
-        )  # what an earlier run or attempt has recorded
+        record = Path(self._environment[FOLDER_VARIABLE])
+        delete_recording(record)  # what an earlier run or attempt has recorded
+        delete_pages(record)
         dest = LogsDest()
         stdout, stderr = self._destinations
         for local, environment in envs.items():

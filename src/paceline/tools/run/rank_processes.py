@@ -3,25 +3,32 @@
 import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.tools.run import worker
 from paceline.tools.run.failures import RankFailure, was_stopped
+from paceline.tools.run.processes import (
+    ENDED,
+    ProcessEntry,
+    ProcessId,
+    end_processes,
+    in_sessions,
+    list_processes,
+    read_process,
+    remaining_sessions,
+    with_descendants,
+    with_mark,
+)
 from paceline.tools.run.rank_output import OutputThread
 from paceline.tools.run.worker import FOLDER
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
-TERM_SECONDS = 0.8
-KILL_SECONDS = 1.0
-POLL_SECONDS = 0.01
 
 
 class RankProcesses:
@@ -37,8 +44,9 @@ class RankProcesses:
         self._output = output
         self._folder = folder
         self._parent = os.getpid() if owns_all_children else None
-        self._older_pids = frozenset(list_processes())
-        self._sessions: set[int] = set()
+        self._older = frozenset(process.id for process in list_processes().values())
+        # The leaders of the ranks' sessions.
+        self._sessions: set[ProcessId] = set()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended_at: dict[int, float] = {}
         self._asked_to_stop_at: float | None = None
@@ -47,7 +55,9 @@ class RankProcesses:
         """Note a new attempt's processes, each the leader of its session."""
         self._running, self._ended_at, self._asked_to_stop_at = dict(running), {}, None
         for rank, process in running.items():
-            self._sessions.add(process.pid)
+            # Nobody has waited for it yet, so that it is still there, even if it has ended.
+            if (leader := read_process(process.pid)) is not None:
+                self._sessions.add(leader.id)
             self._output.call_when_ended(process.pid, lambda rank=rank: self._note_end(rank))  # type: ignore[misc]
 
     def asked_to_stop(self) -> None:
@@ -60,31 +70,38 @@ class RankProcesses:
 
     def stop(self, *, at_once: bool = False) -> None:
         """Stop the ranks and all that they started: by SIGTERM, unless ``at_once``, and then by SIGKILL."""
-        if not at_once:
-            _send(self._find(), signal.SIGTERM)
-            if self._wait_until_gone(TERM_SECONDS, None):
-                return
-        self._wait_until_gone(KILL_SECONDS, signal.SIGKILL)
+        end_processes(self._find, at_once=at_once)
+
+    def running(self) -> dict[int, ProcessEntry]:
+        """The process of each rank that has not ended. Sessions of the others are forgotten when possible."""
+        running = {rank: process for rank, process in self._running.items() if process.poll() is None}
+        if {leader.pid for leader in self._sessions} - {process.pid for process in running.values()}:
+            self._list_processes()
+        entries = {rank: read_process(process.pid) for rank, process in running.items()}
+        return {rank: entry for rank, entry in entries.items() if entry is not None}
 
     def failures(self) -> list[RankFailure]:
         """The ranks of the last attempt whose exit code is not 0."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         return [self._failure(rank, code) for rank, code in codes.items() if code]
 
-    def _wait_until_gone(self, seconds: float, signum: signal.Signals | None) -> bool:
-        """Wait until no process is left, sending ``signum`` to those that are."""
-        until = time.monotonic() + seconds
-        while found := self._find():
-            if signum is not None:
-                _send(found, signum)
-            if time.monotonic() > until:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+    def _find(self) -> list[ProcessEntry]:
+        """The processes of ranks that have not ended. Orphans that have ended are reaped."""
+        processes = self._list_processes()
+        table = {pid: process for pid, process in processes.items() if process.id not in self._older}
+        seeds = in_sessions(table, self._sessions, launcher=os.getpid())
+        seeds |= with_mark(table, f"{FOLDER}={self._folder()}")
+        seeds |= {pid for pid, process in table.items() if process.parent == self._parent}
+        found = [table[pid] for pid in with_descendants(table, seeds)]
+        ranks = {process.pid for process in self._running.values()}  # their exit codes are read elsewhere
+        _reap(process for process in found if process.id.pid not in ranks)
+        return [process for process in found if process.state not in ENDED]
 
-    def _find(self) -> set[int]:
-        mark = f"{FOLDER}={self._folder()}"
-        return find_processes(self._sessions, mark=mark, parent=self._parent, older_pids=self._older_pids)
+    def _list_processes(self) -> dict[int, ProcessEntry]:
+        """All processes of this host. Sessions in which nobody is left are forgotten."""
+        table = list_processes()
+        self._sessions = remaining_sessions(table, self._sessions)
+        return table
 
     def _note_end(self, rank: int) -> None:
         self._ended_at.setdefault(rank, time.time())
@@ -135,56 +152,9 @@ def child_subreaper() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class ProcessEntry:
-    """One process in /proc."""
-
-    pid: int
-    parent: int
-    session: int
-    state: str
-
-
-def list_processes() -> dict[int, ProcessEntry]:
-    """All processes that can be seen, by pid."""
-    processes = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                # The name, in parentheses, may contain anything.
-                state, parent, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                processes[int(entry.name)] = ProcessEntry(int(entry.name), int(parent), int(session), state)
-    return processes
-
-
-def find_processes(
-    sessions: set[int], *, mark: str, parent: int | None, older_pids: frozenset[int]
-) -> set[int]:
-    """Running processes of ranks: in their sessions, with ``mark`` in their environment, or below those.
-
-    Children of ``parent`` count too. ``older_pids``, which existed before the ranks, do not. Orphans that
-    have ended are reaped.
-    """
-    processes = {pid: process for pid, process in list_processes().items() if pid not in older_pids}
-    found = {pid for pid, process in processes.items() if process.session in sessions or _has_mark(pid, mark)}
-    found |= {pid for pid, process in processes.items() if process.parent == parent}
-    while below := {pid for pid, process in processes.items() if process.parent in found} - found:
-        found |= below
-    for pid in found - sessions:
-        if processes[pid].state == "Z" and processes[pid].parent == os.getpid():
+def _reap(processes: Iterable[ProcessEntry]) -> None:
+    """Release those that have ended and have become this process's children."""
+    for process in processes:
+        if process.state == "Z" and process.parent == os.getpid():
             with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-    return {pid for pid in found if processes[pid].state not in "ZX"}
-
-
-def _has_mark(pid: int, mark: str) -> bool:
-    try:
-        return mark.encode() in (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or belongs to another user
-        return False
-
-
-def _send(pids: set[int], signum: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signum)
+                os.waitpid(process.id.pid, os.WNOHANG)

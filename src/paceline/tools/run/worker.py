@@ -69,6 +69,8 @@ def main() -> None:
     except BaseException as error:
         code = exit_code(error)
         _show(error)
+        if (watcher := sys.modules.get("paceline.watch.watcher")) is not None:
+            watcher.note_end(error)
     # After the except block, so that the objects in the error's frames are released first.
     sys.exit(code)
 

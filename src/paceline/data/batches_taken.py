@@ -1,0 +1,55 @@
+"""How many batches torch's data loaders have given to this process.
+
+Only the loader of the last step counts, as long as it gives some. Others may be for evaluation, perhaps on
+one rank alone.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.torch_private import after_each_batch
+
+
+class _Iteration:
+    """One iteration over a loader: how many batches it has given."""
+
+    batches = 0
+
+
+class _Iterations:
+    """The iterations that are not over, and the last one that has given a batch."""
+
+    def __init__(self) -> None:
+        self._living: weakref.WeakKeyDictionary[Iterator[Any], _Iteration] = weakref.WeakKeyDictionary()
+        self.latest = _Iteration()
+
+    def add(self, iterator: Iterator[Any]) -> None:
+        iteration = self._living.setdefault(iterator, _Iteration())
+        iteration.batches += 1
+        self.latest = iteration
+
+
+_iterations = _Iterations()
+after_each_batch(_iterations.add)
+
+
+class BatchCounter:
+    """How many batches were taken for a step."""
+
+    def __init__(self) -> None:
+        self._main = _iterations.latest
+        self._before = self._main.batches
+
+    def begin(self) -> None:
+        """Another step begins."""
+        if self._main.batches == self._before:
+            self._main = _iterations.latest
+        self._before = self._main.batches
+
+    def now(self) -> int:
+        """How many batches were taken since then."""
+        if self._main.batches > self._before:
+            return self._main.batches - self._before
+        latest = _iterations.latest
+        return 0 if latest is self._main else latest.batches
