@@ -84,6 +84,18 @@ def test_ctrl_c_ends_a_stopped_rank(tmp_path: Path) -> None:
     assert "[0] exit handler" in ran.lines
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_another_thread_has_taken_ends_a_rank_that_sleeps(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    text = STOPS.replace("SIGSTOP", "SIGCONT").replace(
+        "time.sleep", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}); time.sleep"
+    )
+    ran = paceline("run", "-n", "1", script(tmp_path, text), folder=tmp_path, sends=[("[0] up", signum)])
+    assert (ran.code, ran.left) == (128 + signum, [])
+    assert "[0] exit handler" in ran.lines
+
+
 def test_a_stopped_rank_ends_by_its_exit_handlers_when_another_fails(tmp_path: Path) -> None:
     fails = "if os.environ['RANK'] == '0':\n    time.sleep(1)\n    raise ValueError\nos.kill("
     ran = paceline("run", script(tmp_path, STOPS.replace("os.kill(", fails)), folder=tmp_path)

@@ -32,8 +32,9 @@ PATCH = Path(__file__).with_name("patch_torch.py")
 _PR_SET_PDEATHSIG = 1
 EXIT_SIGTERM = 128 + signal.SIGTERM
 EXIT_SIGINT = 128 + signal.SIGINT
-# How long the main thread may take to run the handler of a SIGTERM.
-HANDLER_SECONDS = 1.0
+# When the main thread is woken after a SIGINT or SIGTERM. If it has not run the handler of a SIGTERM
+# by then, the process exits by force.
+WAKE_AFTER_SECONDS = (0.05, 0.2, 0.75)
 LONGEST_MESSAGE = 100_000
 # Files whose frames are above the program's own in a traceback.
 LAUNCHER_FILES = {
@@ -148,6 +149,7 @@ def _exit_on_sigterm() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _handle_sigterm)
+    signal.signal(signal.SIGURG, _do_nothing)
     sys.unraisablehook = _without_sigterm(sys.unraisablehook)
     os.register_at_fork(
         before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_restore_sigterm_in_child
@@ -164,6 +166,10 @@ def _die_with_parent() -> None:
 def _handle_sigterm(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's arguments
     _sigterm_handled.set()
     raise SystemExit(EXIT_SIGTERM)
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """A handler for a signal that only wakes a thread."""
 
 
 def _without_sigterm(hook: Callable[["sys.UnraisableHookArgs"], Any]) -> Callable[[Any], Any]:
@@ -195,10 +201,22 @@ def _restore_sigterm_in_child() -> None:
 
 
 def _exit_by_force(reader: int) -> None:
-    """Exit if the main thread is busy outside of Python and cannot run the handler."""
+    """Wake the main thread after a signal; exit if it is busy outside of Python and cannot run the handler.
+
+    Handlers run in the main thread. But another thread may take the signal, as happens when a stopped process
+    is continued, or it comes when the main thread is about to sleep. Then the main thread would sleep on.
+    """
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
     while signum := os.read(reader, 1):
+        if signum[0] not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        for seconds in WAKE_AFTER_SECONDS:
+            if _sigterm_handled.wait(seconds):
+                break
+            signal.pthread_kill(main_thread, signal.SIGURG)
         is_ours = signum[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _handle_sigterm
-        if is_ours and not _sigterm_handled.wait(HANDLER_SECONDS):
+        if is_ours and not _sigterm_handled.is_set():
             os._exit(EXIT_SIGTERM)
 
 
