@@ -384,6 +384,29 @@ def faults(wrapper: str, transport: str) -> Callable[[Entry], Lines]:
     return lambda entry: table(*fault_tables.by_world(entry, wrapper, transport))
 
 
+def same_bits(entry: Entry) -> Lines:
+    """Whether the number of ranks changes the bits of a training."""
+
+    def count(digests: Iterable[str]) -> str:
+        different = len({*digests})
+        return "same" if different == 1 else f"{different} different"
+
+    yield from table(
+        ("training", "with shards", "sha256", "torch's wrapper"),
+        (
+            (
+                name,
+                count([*found["paceline"].values(), found["changing"]]),
+                f"`{found['changing']}`",
+                count(found["torch"].values()),
+            )
+            for name, found in entry["cases"].items()
+        ),
+    )
+    yield ""
+    yield f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}."
+
+
 def faults_summary(entry: Entry) -> Lines:
     """How many faults were told, and ended as they should."""
     yield from table(*fault_tables.summary(entry))
@@ -418,6 +441,8 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "lazy-buckets": ("lazy_buckets", lazy_buckets),
     "memory": ("ddp", memory),
     "ranks": ("ranks", every_result),
+    "same-bits": ("same_bits", same_bits),
+    "shards": ("shards", every_result),
     "torture": ("torture", torture),
     "torture-summary": ("torture", torture_summary),
 }

@@ -5,6 +5,7 @@ from importlib import metadata as _metadata
 from paceline import hooks
 from paceline.comm.backend import process_group as _backend
 from paceline.comm.init import LaunchedRank, init
+from paceline.data.batch_sampler import ShardedBatchSampler
 from paceline.data.gather import gather_in_order
 from paceline.data.sampler import ShardedSampler
 from paceline.data_parallel.parallel_apply import parallel_apply
@@ -47,6 +48,8 @@ from paceline.errors import (
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.launch import launch
 from paceline.torch_private import warn_if_newer as _warn_if_newer
+from paceline.training.files import load, save
+from paceline.training.state import TrainingState
 
 try:
     __version__ = _metadata.version("paceline")
@@ -82,12 +85,14 @@ __all__ = [
     "SamplesError",
     "ShapeError",
     "ShardError",
+    "ShardedBatchSampler",
     "ShardedOptimizer",
     "ShardedSampler",
     "StalledError",
     "StepError",
     "StrictError",
     "StructureError",
+    "TrainingState",
     "UnsupportedError",
     "WeightsError",
     "WorldError",
@@ -98,8 +103,10 @@ __all__ = [
     "hooks",
     "init",
     "launch",
+    "load",
     "parallel_apply",
     "replicate",
+    "save",
     "scatter",
     "scatter_kwargs",
 ]

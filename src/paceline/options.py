@@ -98,6 +98,7 @@ class WrapperOptions:
     share_attributes: bool = False
     transport: Literal["auto", "c10d"] = "auto"
     audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "c10d"):
@@ -152,6 +153,7 @@ class WrapperOptions:
             ("mixed precision", repr(self.mixed_precision)),
             ("the transport", repr(self.transport)),
             ("the audit", repr(self.audit)),
+            ("shards", repr(self.shards)),
         ]
 
 

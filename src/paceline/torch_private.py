@@ -514,6 +514,14 @@ def after_each_batch(call: Callable[[Any], object]) -> None:
     _LoaderIterator.__next__ = give_and_call
 
 
+def sampler_iterator_of(loader_iterator: Any) -> object:
+    """The iterator over its sampler that a loader's iterator reads from; None without the name.
+
+    Without it a ``ShardedBatchSampler`` cannot tell how far training has come, and has to be told.
+    """
+    return getattr(loader_iterator, "_sampler_iter", None)
+
+
 # --- The elastic agent ---
 
 

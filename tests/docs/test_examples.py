@@ -38,6 +38,9 @@ CLAIMS = {
         r"\[0\] test accuracy 9\d\.\d% on 403 points, put together from 2 ranks",
         r"\[0\] build/plain_loop\.pt in one process: 0 of 403 answers differ",
     ],
+    "same_bits": [
+        r"\[0\] 30 steps on 2 ranks, sha256 [0-9a-f]{64}",
+    ],
     "token_weights": [
         r"\[0\] 385 tokens in 4 micro-batches on each of 2 ranks",
         rf"\[0\] weighed by tokens: gradients are off those of one process by {ROUNDING} of their norm",

@@ -109,7 +109,15 @@ class Task:
             OPS[self.op](result, other)
         return result
 
-    def combined_in_chunks(self, tensors: Sequence[Tensor], *, parts: int = 1) -> Tensor:
+    def combined_neighbours_first(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Combined as a tournament: the first with the second, the third with the fourth, and so on."""
+        level = list(tensors)
+        while len(level) > 1:
+            pairs = [self.combined(pair) for pair in zip(level[::2], level[1::2], strict=False)]
+            level = pairs + level[len(level) - len(level) % 2 :]
+        return level[0].clone()
+
+    def combined_in_chunks(self, tensors: Sequence[Tensor], *, parts: int) -> Tensor:
         """The same in chunks: the last bit of a complex product depends on where it is cut."""
         step = STAGED_CHUNK_BYTES // parts // self.dtype.itemsize
         cut = zip(*(tensor.split(step) for tensor in tensors), strict=True)
@@ -146,10 +154,7 @@ def two_shot(task: Task) -> Begun:
         for chunks in zip(*(each.split(step) for each in given), strict=True):
             share = -(-chunks[0].numel() // channel.size) or 1
             cut = list(zip(*(chunk.split(share) for chunk in chunks), strict=True))
-            wanted += [
-                task.combined([parts[rank], *parts[:rank], *parts[rank + 1 :]])
-                for rank, parts in enumerate(cut)
-            ]
+            wanted += [task.combined_neighbours_first(parts) for parts in cut]
         task.check(tensor, torch.cat(wanted))
 
     return TwoShotAllReduce(channel, tensor, OPS[task.op], task.op), check
@@ -161,7 +166,9 @@ def one_shot(task: Task, root: int | None = None) -> Begun:
     def check() -> None:
         given = [task.given(rank) for rank in range(channel.size)]
         if root in (None, channel.rank):
-            task.check(tensor, task.combined_in_chunks(given))
+            step = STAGED_CHUNK_BYTES // task.dtype.itemsize
+            chunks = zip(*(each.split(step) for each in given), strict=True)
+            task.check(tensor, torch.cat([task.combined_neighbours_first(chunk) for chunk in chunks]))
 
     return OneShotReduce(channel, tensor, OPS[task.op], task.op, root=root), check
 

@@ -19,7 +19,8 @@ from paceline.comm import python_groups
 from paceline.comm.backend.process_group import PacelineGroup
 from paceline.comm.host_leaders import HostLeaders
 from paceline.comm.peer_notes import PeerNotes
-from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, WorkPending
+from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, ThenPending, WorkPending
+from paceline.comm.shm.collectives import Scaling
 from paceline.comm.shm.local_ranks import LocalRanks, host_id
 from paceline.comm.shm.transport import SharedMemoryPending, SharedMemoryTransport, local_ranks_of
 from paceline.errors import OptionError, StepError, WrapError
@@ -294,6 +295,18 @@ class Group:
             return self.shared.all_reduce(tensor)
         work = self.process_group.allreduce([tensor], self._sum)
         return WorkPending(work, tensor, self._read_timeout, drops_failures=self.may_change)
+
+    @property
+    def adds_neighbours_first(self) -> bool:
+        """Whether ``all_reduce_scaled`` adds four ranks up as (0 + 1) + (2 + 3), and so on."""
+        return self.size <= 2 or (self.shared is not None and self.shared.hosts == 1)
+
+    def all_reduce_scaled(self, tensor: Tensor, scaling: Scaling) -> Pending:
+        """Begin to add up a flat tensor over the ranks, in place, and multiply the sum's first elements."""
+        if self.shared is not None and self.shared.hosts == 1 and self.shared.takes(tensor):
+            return self.shared.all_reduce(tensor, scaling)
+        summing = self.all_reduce(tensor) if self.size > 1 else NothingPending(tensor)
+        return ThenPending(summing, lambda total: scaling.apply(total, 0))
 
     def change(self, pending: Pending, change: Callable[[], None]) -> bool:
         """Change what this rank has given to a reduction for which other ranks are late.

@@ -162,6 +162,31 @@ class NothingPending:
         return True
 
 
+class ThenPending:
+    """A collective whose result is changed when it has come.
+
+    Args:
+        pending: the collective.
+        then: changes the result, in place.
+    """
+
+    def __init__(self, pending: Pending, then: Callable[[Tensor], object]) -> None:
+        self._pending = pending
+        self._then: Callable[[Tensor], object] | None = then
+
+    def wait(self, on_slow: OnSlow) -> Tensor:
+        """Wait for the result, and change it once."""
+        result: Tensor = self._pending.wait(on_slow)
+        if self._then is not None:
+            self._then(result)
+            self._then = None
+        return result
+
+    def done(self) -> bool:
+        """Whether the result has come."""
+        return self._pending.done()
+
+
 class FuturePending:
     """The future that a communication hook returned."""
 

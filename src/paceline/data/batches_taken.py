@@ -8,7 +8,17 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.torch_private import after_each_batch
+from paceline.torch_private import after_each_batch, sampler_iterator_of
+
+
+class KnowsGiven:
+    """An iterator over a sampler that is told how far training has come.
+
+    Attributes:
+        given: how many batches the loader that reads from it has given; it may have read more.
+    """
+
+    given = 0
 
 
 class _Iteration:
@@ -28,6 +38,8 @@ class _Iterations:
         iteration = self._living.setdefault(iterator, _Iteration())
         iteration.batches += 1
         self.latest = iteration
+        if isinstance(source := sampler_iterator_of(iterator), KnowsGiven):
+            source.given += 1
 
 
 _iterations = _Iterations()

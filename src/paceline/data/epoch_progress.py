@@ -77,3 +77,37 @@ class RankSplit:
         """How many samples of the order are consumed when each rank has taken that many, or all it has."""
         # Ranks take in turn, so what they have taken in step starts at ``start`` and has no gap.
         return min(self.start + taken * self.world, self.stop)
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """Positions of an order from ``start`` to ``stop``, cut into steps, whatever the number of ranks.
+
+    The last step has what is left. If that is less than a sample per shard, the step before takes it too.
+
+    Attributes:
+        start: the first position that is not consumed yet.
+        stop: the length of the order.
+        batch_size: how many samples a step has, on all ranks together.
+        shards: how many shards a step has.
+    """
+
+    start: int
+    stop: int
+    batch_size: int
+    shards: int
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        whole, rest = divmod(self.stop - self.start, self.batch_size)
+        return whole + (rest >= self.shards or (rest > 0 and whole == 0))
+
+    def positions(self, step: int) -> range:
+        """The positions of one step."""
+        end = self.stop if step == self.steps - 1 else self.start + (step + 1) * self.batch_size
+        return range(self.start + step * self.batch_size, end)
+
+    def consumed(self, steps: int) -> int:
+        """How many samples of the order are consumed after that many steps."""
+        return self.stop if steps >= self.steps else self.start + steps * self.batch_size

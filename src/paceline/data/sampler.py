@@ -4,16 +4,13 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
 from paceline.comm.group import choose
 from paceline.data.epoch_progress import EpochProgress, RankSplit
+from paceline.data.order import samples
 from paceline.data.recent_samples import RecentSamples
 from paceline.errors import OptionError
-
-# How many indices become Python numbers at a time: all at once would take five times the order's memory.
-_INDICES_AT_ONCE = 1 << 16
 
 
 class ShardedSampler(Sampler[int]):
@@ -160,7 +157,7 @@ class SamplerIterator(Iterator[int]):
 
     def __next__(self) -> int:
         if self._indices is None:
-            self._indices = _indices(self.start, self.positions)
+            self._indices = samples(self.start, self.positions)
             self._sampler._started(self)
         try:
             index = next(self._indices)
@@ -196,16 +193,3 @@ class SamplerIterator(Iterator[int]):
         self._begin(self._sampler._checked(state_dict))
         # The sampler itself may have loaded the same state: it must not be resumed twice.
         self._sampler._started(self)
-
-
-def _indices(progress: EpochProgress, positions: range) -> Iterator[int]:
-    """The samples at these positions of the epoch's order."""
-    if not progress.shuffle:
-        yield from positions
-        return
-    # A generator of its own: torch's global one belongs to the user.
-    generator = torch.Generator(device="cpu").manual_seed(progress.seed + progress.epoch)
-    order = torch.randperm(progress.length, generator=generator, device="cpu")
-    # Cloned, so that the others' samples take no memory for the rest of the epoch.
-    for chunk in order[positions.start :: positions.step].clone().split(_INDICES_AT_ONCE):
-        yield from chunk.tolist()

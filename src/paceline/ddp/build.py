@@ -13,21 +13,27 @@ from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.compat.logging_data import log_environment
 from paceline.ddp.compat.strict import Strict
 from paceline.ddp.exchange.average import Average, LowPrecisionAverage
+from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.exchange.shard_average import ShardAverage
 from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.after_step import AfterStep
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.manual_finalization import ManualFinalization
 from paceline.ddp.reducer.planner import Planner
 from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.reducer.shard_sums import ShardSums
 from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.state.buffers import ModuleBuffers
-from paceline.ddp.state.parameters import ReducedParameters, check_shards, describe_slots
+from paceline.ddp.state.parameters import ReducedParameters, check_dtensor_parts, describe_slots
 from paceline.ddp.state.precision import Precision
 from paceline.ddp.state.wrapped_module import WrappedModule
-from paceline.errors import OptionError
+from paceline.errors import OptionError, UnsupportedError
 from paceline.options import WrapperOptions
 from paceline.recording.recorder import Recorder
+from paceline.shard_tree import ShardTree
+from paceline.tensors.dtensor import is_dtensor
 from paceline.torch_private import fuse_reductions
+from paceline.tracing import reduces_in_graph
 from paceline.watch.rank_page import Activity
 
 
@@ -44,9 +50,10 @@ def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *
             group.agree_on_name(wrapped.device)
         else:  # nothing is exchanged, so each rank counts for itself
             group.name_copy("")
-        check_shards(wrapped.params, group)
+        check_dtensor_parts(wrapped.params, group)
         if options.init_sync:
             check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
+        _check_shards(wrapped, group, options)
         wrapped.open_transports(group, may_share_memory=options.may_share_memory)
         if options.init_sync:
             buffers = options.syncs_buffers_at_start
@@ -67,10 +74,11 @@ def build_reducer(
     recorder = make_recorder(
         wrapped.module, slots, parameters, caps=options.caps.sizes, device=wrapped.device
     )
+    reduced = ReducedParameters(wrapped.params)
     return Reducer(
-        ReducedParameters(wrapped.params),
+        reduced,
         group,
-        Average(group) if precision is None else LowPrecisionAverage(group),
+        _exchange(group, precision, options),
         _planner(wrapped, options, group),
         buffers,
         recorder,
@@ -82,7 +90,30 @@ def build_reducer(
         ),
         strict=_strict(wrapped, group, options, static_graph=static_graph) if options.strict else None,
         audit=_audit(wrapped, group, buffers, options, recorder),
+        shard_sums=None if options.shards is None else ShardSums(ShardTree(options.shards), reduced.local),
     )
+
+
+def _exchange(group: Group, precision: Precision | None, options: WrapperOptions) -> Exchange:
+    if options.shards is not None:
+        return ShardAverage(group, ShardTree(options.shards))
+    return Average(group) if precision is None else LowPrecisionAverage(group)
+
+
+def _check_shards(wrapped: WrappedModule, group: Group, options: WrapperOptions) -> None:
+    """Raise if a step's batch cannot be in shards here."""
+    if options.shards is None:
+        return
+    ShardTree(options.shards).share(group.rank, group.size)
+    refusals = {
+        "a process group whose ranks may change": group.may_change,
+        "parameters that are DTensors": any(map(is_dtensor, wrapped.params.parameters)),
+        "reductions in a compiled graph": reduces_in_graph(),
+        "strict mode": options.strict,
+    }
+    for what, is_so in refusals.items():
+        if is_so:
+            raise UnsupportedError(f"shards and {what} exclude each other (shards: {options.shards})")
 
 
 def _audit(

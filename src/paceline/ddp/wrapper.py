@@ -24,6 +24,7 @@ from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
+from paceline.ddp.shard_loop import ShardProgress, Shards, agree_on_seed, fix_threads
 from paceline.ddp.state.buffers import BufferHookLocation, BufferSettings, ModuleBuffers
 from paceline.ddp.state.parameters import UnknownParameters, delayed_names
 from paceline.ddp.state.wrapped_module import attribute_of, wrap_module
@@ -80,6 +81,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             hosts; "c10d" does everything over the process group.
         audit: what to do when replicas differ: "warn", "raise", "heal" (take over the value of most ranks),
             "heal-from-rank-0", or "off" for not to look. By default "warn" on CPUs, "off" on accelerators.
+        shards: the number of shards of each step's batch, on all ranks together. Train in
+            ``for inputs in ddp.shards(batch)``; the result has the same bits for every number of ranks.
     """
 
     # What torch asks of the class.
@@ -90,6 +93,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # Of the class, because older pickles have none.
     _finalizes_manually = False
+    _shard_progress: ShardProgress
+    # Gives this rank's shards of a step's batch; only with ``shards``.
+    shards: Shards
     _name = ""
 
     require_backward_grad_sync: bool = torch_wrapper.kept_in(
@@ -137,6 +143,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         share_attributes: bool = False,
         transport: Literal["auto", "c10d"] = "auto",
         audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None,
+        shards: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -162,6 +169,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             share_attributes=share_attributes,
             transport=transport,
             audit=audit,
+            shards=shards,
         )
         self.module = module
         self.static_graph = False
@@ -175,6 +183,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         build.start_equal(self._wrapped, self._group, self._options, bytes_at_once=self.broadcast_bucket_size)
         self._name = self._group.wrapper
+        if shards is not None:
+            fix_threads()
+            self._shard_progress = ShardProgress(agree_on_seed(self._group, self._wrapped.device))
         self._build_parts()
         if static_graph:
             TorchNames(self)._set_static_graph()
@@ -203,6 +214,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._logging = LoggingData(self._wrapped, self._reducer, self._options)
         self._uneven_inputs = UnevenInputs(self._wrapped, self._reducer, self._module_buffers)
+        if (sums := self._reducer.context.shard_sums) is not None:
+            self.shards = Shards(
+                self._reducer,
+                sums,
+                self._module_buffers,
+                self._sync_buffers,
+                self._wrapped.device,
+                self._shard_progress,
+            )
         self._holds_wrapper = torch_wrapper.holds_wrapper(self.module)
         self._accum_grad_hooks: Sequence[RemovableHandle] = ()
         if self._use_python_reducer:
@@ -343,6 +363,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         optimizer as usual: gradients are averages over the other ranks. If earlier passes of this rank were
         accumulated under ``no_sync``, these count. No ``finalize_backward()`` is to follow.
         """
+        self._refuse_with_shards("skip()")
         with self._logging.noting_errors():
             if not (self._syncs_now() and self._reducer.counts.has_forward):
                 self._pre_forward()
@@ -387,12 +408,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Or by one of ``paceline.hooks``, with None for the state.
         """
+        self._refuse_with_shards("communication hooks")
         with self._logging.noting_errors():
             if isinstance(hook, Hook):
                 self._use_hook(exchange_for_hook(self._group, state, hook))
             else:
                 check_hook(hook)
                 self._use_hook(FutureHookExchange(self._group, state, hook))
+
+    def _refuse_with_shards(self, what: str) -> None:
+        if self._options.shards is not None:
+            raise UnsupportedError(f"shards and {what} exclude each other (shards: {self._options.shards})")
 
     def _use_hook(self, hook: FutureHookExchange | GeneratorHookExchange) -> None:
         if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
@@ -420,6 +446,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             enable: False for inputs known to be even: then ranks exchange nothing about their inputs.
             throw_on_early_termination: raise on every rank as soon as one runs out of inputs.
         """
+        self._refuse_with_shards("join()")
         return JoinAlone(
             self,
             self._uneven_inputs.end_launched_step if enable else lambda: None,
@@ -508,7 +535,7 @@ add_torch_names(DistributedDataParallel)
 _BUILT_ANEW = (
     *("process_group", "_group", "_owner", "_module_buffers", "_unknown_parameters", "_precision"),
     *("_reducer", "_logging"),
-    *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward"),
+    *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward", "shards"),
 )
 
 

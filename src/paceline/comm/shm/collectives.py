@@ -1,7 +1,7 @@
 """What each rank does in the collectives whose data is copied to shared memory and read there by other ranks.
 
-Note [One order]. Every element of a sum is added up by one rank, or by each rank in the order of the ranks.
-So all ranks have the same bits, in every run.
+Note [One order]. Every element of a sum is added up by one rank, or by each rank in the same way: neighbours
+first, so that four ranks give (0 + 1) + (2 + 3). So all ranks have the same bits, in every run.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,29 @@ from paceline.errors import CollectiveError, ShapeError
 
 # Combines the second tensor into the first; the order in which two are given must not matter.
 ReduceFunction = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the first elements of a sum are multiplied by."""
+
+    numel: int
+    factor: float
+
+    def apply(self, result: Tensor, start: int) -> None:
+        """Multiply part of a sum, which begins at this element."""
+        if start < self.numel:
+            result[: self.numel - start].mul_(self.factor)
+
+
+def combine_neighbours(tensors: Sequence[Tensor], op: ReduceFunction) -> None:
+    """Combine all into the first one, neighbours first; only tensors at even places are written to."""
+    step = 1
+    while step < len(tensors):
+        for left in range(0, len(tensors) - step, 2 * step):
+            op(tensors[left], tensors[left + step])
+        step *= 2
+
 
 # Up to this many bytes of the other ranks, each rank adds up everything by itself: see OneShotReduce.
 _ONE_SHOT_BYTES = 128 << 10
@@ -111,12 +134,21 @@ class OneShotReduce(_Staged):
         op: combines one tensor into another.
         name: the name of the op.
         root: the only rank that wants the result.
+        scaling: what becomes of the result, if anything.
     """
 
     def __init__(
-        self, channel: Channel, tensor: Tensor, op: ReduceFunction, name: str, *, root: int | None = None
+        self,
+        channel: Channel,
+        tensor: Tensor,
+        op: ReduceFunction,
+        name: str,
+        *,
+        root: int | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__(channel, _reduce_plan(name, tensor.numel(), tensor.dtype, root))
+        self._scaling = scaling
         self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         self._dtype = tensor.dtype
         self._op = op
@@ -128,7 +160,7 @@ class OneShotReduce(_Staged):
         views.at(chunk, self._rank, nbytes, self._dtype).copy_(self._chunk_of(self._flat, chunk))
 
     def exchange(self, chunk: int, views: Launched) -> None:
-        """Combine all in the order of the ranks; the first two terms of a sum may be swapped."""
+        """Combine all, neighbours first; the two terms of a sum may be swapped."""
         nbytes = self._plan.chunk_bytes[chunk]
         if not self._wants or not nbytes:
             return
@@ -139,9 +171,14 @@ class OneShotReduce(_Staged):
             first, skipped = 1, -1
         else:
             first, skipped = 0, self._rank
-        for rank in range(first, self._size):
-            if rank != skipped:
-                self._op(result, views.at(chunk, rank, nbytes, self._dtype))
+        others = [
+            views.at(chunk, rank, nbytes, self._dtype) for rank in range(first, self._size) if rank != skipped
+        ]
+        # Other ranks read the same staging buffers.
+        terms = [result, *(other.clone() if at % 2 else other for at, other in enumerate(others))]
+        combine_neighbours(terms, self._op)
+        if self._scaling is not None:
+            self._scaling.apply(result, chunk * self._plan.chunk_length)
 
 
 class BroadcastBytes(_Staged):

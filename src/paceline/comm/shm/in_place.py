@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.comm.pending import Pending
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Collective, Launched, Until
-from paceline.comm.shm.collectives import ReduceFunction, chunk_count
+from paceline.comm.shm.collectives import ReduceFunction, Scaling, chunk_count, combine_neighbours
 from paceline.comm.shm.segment import CHUNK_BYTES
 
 # Begins to combine a tensor with those of other hosts, in place.
@@ -38,6 +38,7 @@ class TwoShotAllReduce(Collective):
         between_hosts: combines with other hosts, if there are any.
         slices: the number of ranks that have a slice and combine it with other hosts; None if there are none,
             and all ranks have one.
+        scaling: what becomes of the result, if anything; only on one host.
     """
 
     until = Until.OVER
@@ -51,7 +52,9 @@ class TwoShotAllReduce(Collective):
         *,
         between_hosts: ReduceBetweenHosts | None = None,
         slices: int | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
+        self._scaling = scaling
         self._flat = tensor if tensor.dim() == 1 else tensor.view(-1)
         self._dtype = tensor.dtype
         self._op = op
@@ -75,24 +78,27 @@ class TwoShotAllReduce(Collective):
         self._staged(chunk, views).copy_(self._chunk(chunk))
 
     def exchange(self, chunk: int, views: Launched) -> Pending | None:
-        """Combine the slices of all ranks into this rank's."""
+        """Combine this rank's slice of all tensors."""
         if self._rank >= self._slices:
             return None
-        own = self._combine(chunk, views, self._rank)[0]
-        return None if self._between_hosts is None else self._between_hosts(own)
+        result = self._combine(chunk, views, self._rank)[0]
+        return None if self._between_hosts is None else self._between_hosts(result)
 
     def reduce_slice(self, chunk: int, views: Launched, rank: int) -> None:
-        """Combine the slices of all ranks into one rank's, and write the result into the tensors of all."""
-        own, *others = self._combine(chunk, views, rank)
-        for theirs in others:
-            theirs.copy_(own)
+        """Combine a rank's slice of all tensors, and write the result into all of them."""
+        result, *others = self._combine(chunk, views, rank)
+        if self._scaling is not None:
+            start, _ = self._bytes_of_slice(chunk, rank)
+            self._scaling.apply(result, chunk * self._chunk_numel + start // self._dtype.itemsize)
+        for other in others:
+            other.copy_(result)
 
     def distribute(self, chunk: int, views: Launched) -> None:
         """Write the result into the tensors of all ranks."""
         if not self.has_slices and self._rank < self._slices:
-            own, *others = self._views_of_slice(chunk, views, self._rank)
-            for theirs in others:
-                theirs.copy_(own)
+            result, *others = self._views_of_slice(chunk, views, self._rank)
+            for other in others:
+                other.copy_(result)
 
     def copy_out(self, chunk: int, views: Launched) -> None:
         """Copy the chunk from the staging buffer."""
@@ -105,20 +111,22 @@ class TwoShotAllReduce(Collective):
         return self._flat[chunk * self._chunk_numel : (chunk + 1) * self._chunk_numel]
 
     def _combine(self, chunk: int, views: Launched, rank: int) -> list[Tensor]:
-        """Combine a rank's slice of all tensors; returns it, and the same slice of the others."""
+        """Combine a rank's slice of all tensors; the first one has the result."""
         slices = self._views_of_slice(chunk, views, rank)
-        for theirs in slices[1:]:
-            self._op(slices[0], theirs)
+        combine_neighbours(slices, self._op)
         return slices
 
     def _views_of_slice(self, chunk: int, views: Launched, rank: int) -> list[Tensor]:
-        """A rank's slice, in its own tensor and in those of the other ranks."""
+        """A rank's slice in the tensors of all ranks, in their order."""
+        start, length = self._bytes_of_slice(chunk, rank)
+        return [views.at(chunk, each, length, self._dtype, start) for each in range(self._size)]
+
+    def _bytes_of_slice(self, chunk: int, rank: int) -> tuple[int, int]:
+        """Where a rank's slice begins in a chunk, and its length, in bytes."""
         nbytes, width = self.nbytes(chunk, rank), self._dtype.itemsize
         share = -(-nbytes // width // self._slices) * width
         start = min(nbytes, rank * share)
-        length = min(nbytes, start + share) - start
-        ranks = [rank, *(other for other in range(self._size) if other != rank)]
-        return [views.at(chunk, each, length, self._dtype, start) for each in ranks]
+        return start, min(nbytes, start + share) - start
 
 
 class _SliceCollective(Collective):

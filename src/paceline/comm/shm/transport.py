@@ -12,7 +12,7 @@ from paceline.comm.host_leaders import HostLeaders
 from paceline.comm.pending import OnSlow, Pending
 from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
-from paceline.comm.shm.collectives import BroadcastBytes, OneShotReduce, as_bytes, prefers_one_shot
+from paceline.comm.shm.collectives import BroadcastBytes, OneShotReduce, Scaling, as_bytes, prefers_one_shot
 from paceline.comm.shm.in_place import AllGatherSlices, ReduceScatterSlices, Slice, TwoShotAllReduce
 from paceline.comm.shm.local_ranks import Gatherer, LocalRanks, find_local_ranks
 
@@ -61,11 +61,11 @@ class SharedMemoryTransport:
         """A tensor that need not be copied when it is reduced; None if there is no memory left."""
         return self._channel.arena.empty(numel, dtype)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Begin to add up a tensor over the ranks, in place."""
+    def all_reduce(self, tensor: Tensor, scaling: Scaling | None = None) -> Pending:
+        """Begin to add up a tensor over the ranks, in place; the sum can be scaled if there is one host."""
         channel = self._channel
         if self.hosts == 1 and prefers_one_shot(channel, tensor.nbytes):
-            return self.all_reduce_on_host(tensor)
+            return self.all_reduce_on_host(tensor, scaling)
         reduce = TwoShotAllReduce(
             channel,
             tensor,
@@ -73,6 +73,7 @@ class SharedMemoryTransport:
             "sum",
             between_hosts=None if self._leaders is None else self._leaders.all_reduce,
             slices=self._slices(tensor.nbytes),
+            scaling=scaling,
         )
         return SharedMemoryPending(channel, channel.launch(reduce), tensor)
 
@@ -81,9 +82,9 @@ class SharedMemoryTransport:
             return None
         return 1 if nbytes <= _ONE_LEADER_BYTES else self.leaders
 
-    def all_reduce_on_host(self, tensor: Tensor) -> Pending:
+    def all_reduce_on_host(self, tensor: Tensor, scaling: Scaling | None = None) -> Pending:
         """Begin to add up a small tensor over the ranks of this host, in place."""
-        reduce = OneShotReduce(self._channel, tensor, Tensor.add_, "sum")
+        reduce = OneShotReduce(self._channel, tensor, Tensor.add_, "sum", scaling=scaling)
         return SharedMemoryPending(self._channel, self._channel.launch(reduce), tensor)
 
     def reduce_scatter_slices(

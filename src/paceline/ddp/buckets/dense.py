@@ -77,6 +77,9 @@ class DenseBucket:
         dtype: the data type in which gradients travel; the parameters' own if None. Gradients of another
             type cannot be lent: they are copied out.
         empty: makes the storage.
+
+    Attributes:
+        apart: sums of other shards of this rank, as long as the storage, that must not be added to it.
     """
 
     def __init__(
@@ -157,6 +160,24 @@ class DenseBucket:
         # For slots that this rank did not use: their ``.grad`` before the step; a copy if it was a view.
         self._unused: dict[int, Tensor | None] = {}
         self._unused_views: set[int] = set()
+        self.apart: list[Tensor] = []
+
+    def keep_apart(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have one more sum of shards reduced, beside that in the storage.
+
+        Args:
+            gradients: the sum, in the order of the slots.
+        """
+        flat = torch.zeros_like(self.storage)
+        typed = flat[: flat.numel() - self._tail]
+        if self.gradients.is_complex():
+            typed = torch.view_as_complex(typed.view(-1, 2))
+        offset = 0
+        for slot, view, gradient in zip(self.slots, self.views, gradients, strict=True):
+            if gradient is not None:
+                typed.as_strided(view.shape, view.stride(), offset).copy_(gradient)
+            offset += slot.numel
+        self.apart.append(flat)
 
     def release(self) -> None:
         """Leave the storage to whoever holds a gradient in it; the next step takes new storage."""

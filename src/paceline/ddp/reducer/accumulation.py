@@ -64,9 +64,13 @@ class Accumulation:
             yield
 
     @contextlib.contextmanager
-    def adding_nothing(self) -> Iterator[None]:
-        """Average inside what earlier passes have left, with their weights if they had any."""
-        if not self.weights.has_earlier:
+    def adding_nothing(self, *, weighted: bool = False) -> Iterator[None]:
+        """Average inside what earlier passes have left, with their weights if they had any.
+
+        Args:
+            weighted: whether this rank's earlier shards had weights.
+        """
+        if not (weighted or self.weights.has_earlier):
             yield
             return
         with self.weights.hold(0):

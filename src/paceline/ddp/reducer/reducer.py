@@ -16,6 +16,7 @@ collectives there are: the plan follows the order of the parameters, and the rep
 import contextlib
 import dataclasses
 import enum
+import operator
 import os
 import threading
 import weakref
@@ -38,6 +39,7 @@ from paceline.ddp.reducer.pairing import Pairing
 from paceline.ddp.reducer.plan_in_force import PlanInForce
 from paceline.ddp.reducer.planner import Planner, PlanStage
 from paceline.ddp.reducer.raised_errors import tell_error_of_backward
+from paceline.ddp.reducer.shard_sums import ShardSums
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.reducer.step_context import StepContext, lay_out
 from paceline.ddp.reducer.step_report import StepOutcome, StepSummary
@@ -47,7 +49,7 @@ from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutograd
 from paceline.ddp.state.buffers import BufferHookLocation, ModuleBuffers
 from paceline.ddp.state.parameters import ReducedParameters
-from paceline.errors import StepError, UnsupportedError
+from paceline.errors import OptionError, StepError, UnsupportedError
 from paceline.recording.recorder import Recorder
 from paceline.recording.rows import StepKind
 from paceline.watch.rank_page import Activity
@@ -91,11 +93,12 @@ class Reducer:
         bucket_options: how buckets are made.
         strict: raises where torch's reducer raises.
         audit: compares replicas across ranks, unless it is switched off.
+        shard_sums: adds up the gradients of this rank's shards, if a step's batch is in shards.
 
     Attributes:
         syncs: whether backward passes are synced; ``no_sync`` switches it off.
         finalizes_manually: whether a step ends by ``finalize``, and not with its backward.
-        ranks: the number of ranks that the next step's sum is divided by.
+        ranks: what the next step's sum is divided by: the number of ranks, or of shards.
         step_number: the number of steps so far.
         counts: what the user has done since the last step.
         is_step_new: whether the last step brought other gradients than the one before.
@@ -120,6 +123,7 @@ class Reducer:
         *,
         strict: StrictChecks | None,
         audit: Audit | None = None,
+        shard_sums: ShardSums | None = None,
     ) -> None:
         self.planner = planner
         self.after_step = after_step
@@ -128,7 +132,7 @@ class Reducer:
         self.syncs = True
         self.finalizes_manually = False
         self._sync_next = False
-        self.ranks = group.size
+        self.ranks = group.size if shard_sums is None else shard_sums.tree.shards
         self.step_number = 0
         self.counts = UserCounts(recorder)
         self._may_abandon = True
@@ -162,6 +166,7 @@ class Reducer:
             recorder=recorder,
             skip_unused=strict is not None and strict.skip_unused,
             audit=audit,
+            shard_sums=shard_sums,
             **lay_out(planner, parameters, group, exchange, bucket_options, with_digests=audit is not None),
         )
         self._plan = PlanInForce(
@@ -188,6 +193,11 @@ class Reducer:
     def recorder(self) -> Recorder:
         """Records what happens when."""
         return self.context.recorder
+
+    @property
+    def _all_ranks(self) -> int:
+        sums = self.context.shard_sums
+        return self.group.size if sums is None else sums.tree.shards
 
     @property
     def is_weighted(self) -> bool:
@@ -259,6 +269,8 @@ class Reducer:
         synced = self.syncs and (synced or self._sync_next)
         with self._lock:
             self.check_finalized()
+            if synced and self.context.shard_sums is not None and not self.is_syncing:
+                self.context.shard_sums.check_synced(weighted=self.is_weighted)
             if self._phase is Phase.IDLE:
                 if self.turns.is_at_work(self):
                     raise StepError(
@@ -325,7 +337,8 @@ class Reducer:
         """Average what passes under ``no_sync`` have left, as if a forward and a backward had followed."""
         for _ in range(self.context.pairing.usual_forwards or 1):
             self.counts.add_forward()
-        with self.accumulation.adding_nothing():
+        earlier = self.context.earlier_shards
+        with self.accumulation.adding_nothing(weighted=earlier is not None and earlier.is_weighted):
             self._start_step()
             self._finish_now()
 
@@ -421,7 +434,7 @@ class Reducer:
         self.accumulation.drop()
         if context.audit is not None:
             context.audit.forget_step()
-        self.ranks = context.group.size
+        self.ranks = self._all_ranks
         self.turns.expect_no_more(self)
         self.counts.begin()
         self.step_number += counts
@@ -455,6 +468,11 @@ class Reducer:
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""
         self.check_finalized()
+        if self.context.shard_sums is not None and float(weight) % 1:
+            raise OptionError(
+                "with shards, weights must be whole numbers, such as counts of tokens: their sum must not "
+                f"depend on its order (weight: {weight})"
+            )
         return self.accumulation.weigh(weight)
 
     def use(self, exchange: Exchange) -> None:
@@ -475,7 +493,6 @@ class Reducer:
         self.turns.leave(self)
         self.turns = turns_of(group.process_group)
         self.turns.join(self)
-        self.ranks = group.size
         self.step_number = 0
         self.counts.begin()
         self.planner.restart()
@@ -486,6 +503,7 @@ class Reducer:
         if self.context.audit is not None:
             self.context.audit.restart()
         self._plan.adopt(group, self.exchange.for_group(group))
+        self.ranks = self._all_ranks
         self._refuse_weights()
 
     def check_finalized(self) -> None:
@@ -533,12 +551,34 @@ class Reducer:
             self.context,
             number=self.step_number,
             ranks=self.ranks,
-            accumulated=self.accumulation.slots,
+            accumulated=self._accumulated(),
             counts=self.counts.now(),
             launch_late=self.planner.stage is PlanStage.GUESS or copy_late or self.turns.is_shared(self),
             copy_late=copy_late,
         )
         self._step.begin()
+
+    def _accumulated(self) -> bytearray:
+        """A 1 for each slot that has a gradient from before this backward."""
+        earlier = self.context.earlier_shards
+        if earlier is None:
+            return self.accumulation.slots
+        return bytearray(map(operator.or_, self.accumulation.slots, earlier.used()))
+
+    def keep_shard(self) -> None:
+        """Take off the gradients of a shard whose passes were not synced, because others follow."""
+        sums = self.context.shard_sums
+        assert sums is not None
+        with self._lock, torch.no_grad():
+            weights = self.accumulation.weights
+            sums.keep(weights.earlier if weights.has_earlier else None)
+            self.accumulation.drop()
+
+    def sync_last_shard(self) -> None:
+        """Take part in the step though the last shard had no synced backward."""
+        with self._lock, torch.no_grad():
+            self.turns.expect_no_more(self)
+            self._sync_accumulated()
 
     @property
     def _current(self) -> Step:
@@ -567,7 +607,7 @@ class Reducer:
         self.last_summary = summary
         if not self.distributed_autograd.is_pending:
             self.accumulation.clear()
-        self.ranks = context.group.size
+        self.ranks = self._all_ranks
         self.step_number += 1
         self.counts.begin()
         self._may_abandon = True

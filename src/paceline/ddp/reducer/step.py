@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.ddp.buckets.bucket_set import Bucket
-from paceline.ddp.buckets.dense import CopyBatch
+from paceline.ddp.buckets.dense import CopyBatch, DenseBucket
 from paceline.ddp.buckets.plan import BucketCaps, make_plan
 from paceline.ddp.reducer.in_flight import InFlight
 from paceline.ddp.reducer.pairing import StepCounts
@@ -71,6 +71,7 @@ class Step:
         self._counts = counts
         self._copy_late = copy_late
         self._is_weighted = context.weights.now is not None
+        self._earlier_shards = context.earlier_shards
         self._factor = 1.0 if self._is_weighted else context.exchange.factor(ranks)
         self._order = LaunchOrder(len(context.bucket_set.buckets), launch_late=launch_late)
         self.in_flight = InFlight(
@@ -96,7 +97,7 @@ class Step:
         """Gradients of these slots have arrived: copy them, and launch the buckets that are full."""
         context = self._context
         full = context.readiness.mark(slots)
-        if not self._copy_late:
+        if not self._copy_late and self._earlier_shards is None:
             with _without_grad():
                 for bucket, batch in self._to_copy(slots):
                     bucket.copy_in(batch, self._factor)
@@ -184,6 +185,7 @@ class Step:
             context.readiness.set_used_as(self._accumulated, bucket.slots)
         with _without_grad():
             self._apply_weights(bucket)
+            self._add_earlier_shards(bucket)
             complete = context.readiness.is_complete(number) and not self._is_weighted
             missing = bucket.fill(self._factor, None if complete else context.readiness.used)
             context.readiness.set_used(missing, used=False)
@@ -211,6 +213,16 @@ class Step:
             for slot in bucket.slots:
                 self._context.weights.apply(slot.index)
 
+    def _add_earlier_shards(self, bucket: Bucket) -> None:
+        """Add the sums of this rank's earlier shards, or have them reduced beside the last one's."""
+        sums, slots = self._context.shard_sums, [slot.index for slot in bucket.slots]
+        if isinstance(bucket, DenseBucket):
+            if self._earlier_shards is not None:
+                for gradients in self._earlier_shards.add_to_last(slots):
+                    bucket.keep_apart(gradients)
+        elif sums is not None:
+            sums.add_to_last(slots, all_nodes=True)
+
     def _look_outside_plan(self) -> None:
         """Find gradients of slots that the plan does not cover: parameters that were unfrozen."""
         context = self._context
@@ -218,7 +230,9 @@ class Step:
             if self._is_weighted:
                 context.weights.apply(slot)
             parameter = context.parameters.local[slot]
-            context.readiness.set_used([slot], used=parameter.requires_grad and parameter.grad is not None)
+            is_earlier = self._earlier_shards is not None and bool(self._accumulated[slot])
+            has_gradient = parameter.grad is not None or is_earlier
+            context.readiness.set_used([slot], used=parameter.requires_grad and has_gradient)
 
     def _report(self) -> RankReport:
         context, readiness = self._context, self._context.readiness
@@ -231,12 +245,18 @@ class Step:
             late=readiness.late,
             unfrozen=any(readiness.used[slot] for slot in context.outside),
             buffers_changed=buffers_changed,
-            weight=context.weights.total,
+            weight=self._total_weight(),
             order=readiness.order,
             counts=self._counts,
             digest=self._digest(buffers_changed=buffers_changed),
             non_finite=context.non_finite.is_found,
         )
+
+    def _total_weight(self) -> float | None:
+        total = self._context.weights.total
+        if total is None or self._earlier_shards is None:
+            return total
+        return total + self._earlier_shards.weight
 
     def _digest(self, *, buffers_changed: bool) -> int:
         """The digest of this rank's replica; 0 if replicas may differ, so that nobody compares."""
@@ -306,6 +326,7 @@ class Step:
         for members in make_plan(context.parameters.slots, found, _UNCAPPED).buckets:
             if members:
                 bucket = context.bucket_set.for_slots(members)
+                self._add_earlier_shards(bucket)
                 bucket.fill(self._factor, context.readiness.used)
                 self._average(bucket, len(context.bucket_set.buckets), summary)
                 bucket.set_grads()

@@ -12,6 +12,7 @@ from paceline.ddp.reducer.nonfinite import NonFiniteGradients
 from paceline.ddp.reducer.pairing import Pairing
 from paceline.ddp.reducer.planner import Planner
 from paceline.ddp.reducer.readiness import Readiness
+from paceline.ddp.reducer.shard_sums import ShardSums
 from paceline.ddp.reducer.step_report import ReportLayout
 from paceline.ddp.reducer.weights import Weights
 from paceline.ddp.state.buffers import ModuleBuffers
@@ -38,6 +39,7 @@ class StepContext:
         recorder: records what happens when.
         skip_unused: whether to skip buckets that this rank did not use, as torch does when asked.
         audit: compares replicas across ranks, unless it is switched off.
+        shard_sums: sums of this rank's earlier shards, if a step's batch is in shards.
     """
 
     parameters: ReducedParameters
@@ -54,6 +56,12 @@ class StepContext:
     recorder: Recorder
     skip_unused: bool
     audit: Audit | None = None
+    shard_sums: ShardSums | None = None
+
+    @property
+    def earlier_shards(self) -> ShardSums | None:
+        """The sums of this rank's earlier shards in this step, if there are any."""
+        return self.shard_sums if self.shard_sums is not None and self.shard_sums.has_earlier else None
 
     def begin_buffer_watch(self) -> None:
         """From now on module buffers should not change."""

@@ -45,7 +45,12 @@ class Weights:
     @property
     def total(self) -> float | None:
         """The weight that goes with the sums; None for the plain mean."""
-        return None if self.now is None else (self._earlier or 0.0) + self.now
+        return None if self.now is None else self.earlier + self.now
+
+    @property
+    def earlier(self) -> float:
+        """The weight of earlier passes that wait to be averaged."""
+        return self._earlier or 0.0
 
     @property
     def has_earlier(self) -> bool:

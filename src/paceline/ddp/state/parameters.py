@@ -186,7 +186,7 @@ def collect_slots(module: nn.Module, ignored: Collection[str], delayed: Collecti
     return found
 
 
-def check_shards(params: Slots, group: Group) -> None:
+def check_dtensor_parts(params: Slots, group: Group) -> None:
     """Raise if ranks that would average hold different parts of a DTensor parameter."""
     for slot, parameter in zip(params.slots, params.parameters, strict=True):
         others = ranks_with_other_parts(parameter)

@@ -1,0 +1,291 @@
+"""A step over this rank's shards: what ``ddp.shards(batch)`` does between them."""
+
+import contextlib
+import hashlib
+import os
+import random
+import struct
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.ddp.reducer.reducer import Reducer
+from paceline.ddp.reducer.shard_sums import ShardSums
+from paceline.ddp.reducer.step_report import StepOutcome
+from paceline.ddp.state.buffers import ModuleBuffers
+from paceline.errors import OptionError, StepError, StructureError, UnsupportedError
+from paceline.shard_tree import split_rows
+from paceline.tensors import tree as structures
+from paceline.torch_private import foreach_copy_
+
+# How many threads each rank calculates with: a sum over several threads has other last bits.
+THREADS_VARIABLE = "PACELINE_SHARD_THREADS"
+# Of memory that torch allocates, in bytes.
+_ALIGNMENT = 64
+
+
+@dataclass
+class ShardProgress:
+    """What the random numbers of a shard depend on, beside its own number.
+
+    Attributes:
+        seed: the same on all ranks.
+        step: the number of steps that were begun.
+    """
+
+    seed: int
+    step: int = 0
+
+
+class Shards:
+    """Gives a rank's shards of a step's batch, one after the other; ``ddp.shards`` is one.
+
+    ``ddp.shards(batch)`` cuts this rank's batch into its shards, the last one first. Each shard begins with
+    random numbers that depend only on the seed, the step and the shard, and with the module buffers of the
+    step's start. Its gradients are kept apart from the others', and backward of the last one syncs.
+
+    Args:
+        reducer: averages the gradients.
+        sums: adds up this rank's shards.
+        buffers: the module's buffers.
+        sync_buffers: makes them equal on all ranks.
+        device: the module's.
+        progress: the seed, and how many steps there were.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        sums: ShardSums,
+        buffers: ModuleBuffers,
+        sync_buffers: Callable[[], None],
+        device: torch.device,
+        progress: ShardProgress,
+    ) -> None:
+        self._reducer = reducer
+        self._sums = sums
+        self._buffers = buffers
+        self._sync_buffers = sync_buffers
+        self._device = device
+        self._progress = progress
+        # Weak, so that a loop that is left ends at once.
+        self._running: Callable[[], Generator[Any, None, None] | None] = lambda: None
+
+    @property
+    def count(self) -> int:
+        """The number of shards of a step, on all ranks together."""
+        return self._sums.tree.shards
+
+    @property
+    def own(self) -> range:
+        """The shards of this rank."""
+        group = self._reducer.group
+        return self._sums.tree.share(group.rank, group.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed and the number of steps; the same on all ranks, and for every number of ranks."""
+        return {"shards": self.count, **asdict(self._progress)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the random numbers of the run whose state this is."""
+        if state["shards"] != self.count:
+            raise OptionError(
+                "a run goes on with as many shards as it began with "
+                f"(shards: {self.count}, in the state: {state['shards']})"
+            )
+        self._progress.seed, self._progress.step = int(state["seed"]), int(state["step"])
+
+    def __call__(self, batch: Any) -> Iterator[Any]:
+        """This rank's shards of one step.
+
+        Args:
+            batch: this rank's samples of the step, in any nest of containers. Tensors are cut along their
+                first dimension, and so are lists with one entry per row; everything else goes to each shard
+                as it is.
+        """
+        if (running := self._running()) is not None:  # a loop that was left, and that somebody holds
+            running.close()
+        if self._reducer.finalizes_manually:
+            raise UnsupportedError("manual finalization and shards exclude each other")
+        pieces = cut(batch, len(self.own))
+        run = self._run(pieces)
+        self._running = weakref.ref(run)
+        return run
+
+    def _run(self, pieces: list[Any]) -> Generator[Any, None, None]:
+        number, syncs = self._reducer.step_number, self._reducer.syncs
+        if not syncs:
+            raise StepError("ddp.shards(batch) must not be inside no_sync(): its last shard syncs")
+        before = _RandomState(self._device)
+        older = self._set_grads_aside()
+        is_over = False
+        try:
+            yield from self._give(pieces)
+            is_over = True
+        finally:
+            self._reducer.syncs = syncs
+            before.restore()
+            self._end(number, is_over=is_over)
+        self._add_older(older)
+
+    def _give(self, pieces: list[Any]) -> Iterator[Any]:
+        own, step = self.own, self._progress.step
+        self._progress.step += 1
+        self._sums.begin(own[-1])
+        start = self._snapshot() if len(own) > 1 else {}
+        for shard, piece in zip(reversed(own), reversed(pieces), strict=True):
+            is_last = shard == own[0]
+            if shard != own[-1] and start:
+                _restore(start)
+            self._sums.expect(shard, is_last=is_last)
+            self._reducer.syncs = is_last
+            seed_all(self._progress.seed, step, shard, self._device)
+            yield piece
+            if not is_last:
+                self._reducer.keep_shard()
+
+    def _end(self, number: int, *, is_over: bool) -> None:
+        """Take part in the step if no backward did; lose it on all ranks if the loop was left too early."""
+        if self._reducer.step_number == number:
+            if is_over:
+                self._reducer.sync_last_shard()
+            else:
+                with contextlib.suppress(RuntimeError, OSError):  # there is an exception to raise already
+                    self._reducer.give_up(
+                        StepOutcome.ABANDONED, "left the loop over its shards before the last one was done"
+                    )
+        self._sums.begin(0)
+        self._sums.expect(0, is_last=False)
+
+    def _snapshot(self) -> dict[Tensor, Tensor]:
+        """Copies of the module buffers, after they were made equal on all ranks."""
+        self._reducer.context.end_buffer_watch()
+        if self._buffers.will_sync():
+            self._sync_buffers()
+            self._buffers.settings.required = False
+        return {buffer: buffer.clone() for buffer in self._buffers.named().values()}
+
+    def _set_grads_aside(self) -> list[Tensor | None]:
+        """Take off gradients of earlier steps, which the user accumulates."""
+        parameters = self._reducer.context.parameters.local
+        older = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return older
+
+    def _add_older(self, older: list[Tensor | None]) -> None:
+        with torch.no_grad():
+            for parameter, gradient in zip(self._reducer.context.parameters.local, older, strict=True):
+                if gradient is not None:
+                    new = parameter.grad
+                    parameter.grad = gradient if new is None else gradient + new
+
+
+def _restore(copies: Mapping[Tensor, Tensor]) -> None:
+    with torch.no_grad():
+        foreach_copy_([*copies], [*copies.values()])
+
+
+def agree_on_seed(group: Group, device: torch.device) -> int:
+    """Rank 0's seed of torch's random numbers; every rank calls this at once."""
+    own = torch.initial_seed() % 2**63
+    if group.size == 1:
+        return own
+    return int.from_bytes(group.gather_bytes(own.to_bytes(8), device)[0])
+
+
+def fix_threads() -> None:
+    """Calculate with as many threads on every rank, whatever their number."""
+    asked = os.environ.get(THREADS_VARIABLE, "1")
+    if not asked.isdecimal() or int(asked) < 1:
+        raise OptionError(
+            f"the number of threads must be a positive whole number ({THREADS_VARIABLE}: {asked})"
+        )
+    threads = int(asked)
+    if torch.get_num_threads() != threads:
+        warnings.warn(
+            f"shards: each rank calculates with {threads} thread{'s' * (threads > 1)}, here instead of "
+            f"{torch.get_num_threads()}, so that the number of ranks changes no bit; the variable "
+            f"{THREADS_VARIABLE} sets another number",
+            stacklevel=3,
+        )
+        torch.set_num_threads(threads)
+
+
+def seed_all(seed: int, step: int, shard: int, device: torch.device) -> None:
+    """Seed torch on the CPU and on a device, Python's random numbers, and numpy's if it was imported."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed, step, shard), digest_size=8).digest()
+    mixed = int.from_bytes(digest) >> 1
+    # torch.manual_seed takes 0.3 ms, because it notes where it was called for devices that nobody uses.
+    torch.default_generator.manual_seed(mixed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(mixed)
+    random.seed(mixed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(mixed & 0xFFFFFFFF)
+
+
+class _RandomState:
+    """The random numbers outside of shards, which go on as if there were no shards."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._device = None if device.type == "cpu" else torch.get_device_module(device)
+        self._on_device = None if self._device is None else self._device.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._device is not None:
+            self._device.set_rng_state(self._on_device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def cut(batch: Any, shards: int) -> list[Any]:
+    """Cut a rank's batch into its shards."""
+    if shards == 1:
+        return [structures.map_leaves(_aligned, batch)]
+    rows = {len(leaf) for leaf in structures.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(rows) != 1:
+        raise StructureError(
+            "the tensors of a batch that is cut into shards must have the same number of rows "
+            f"(rows: {sorted(rows)})"
+        )
+    [count] = rows
+    if count < shards:
+        raise StructureError(
+            f"each shard needs a row (rows of this rank's batch: {count}, this rank's shards: {shards})"
+        )
+    return [_cut_out(batch, rows_of, count) for rows_of in split_rows(count, shards)]
+
+
+def _aligned(leaf: Any) -> Any:
+    """A tensor in memory that is aligned as a new one: how it is aligned may change the bits of a product."""
+    is_unaligned = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.data_ptr() % _ALIGNMENT
+    return leaf.clone() if is_unaligned else leaf
+
+
+def _cut_out(value: Any, rows: range, count: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows.start : rows.stop].clone() if value.dim() else value  # see _aligned
+    if type(value) in (list, tuple) and len(value) == count and not _holds_tensors(value):
+        return value[rows.start : rows.stop]
+    container = structures.open_container(value)
+    if container is None:
+        return value
+    return container.rebuild([_cut_out(child, rows, count) for child in container.children])
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in structures.leaves(value))

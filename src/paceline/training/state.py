@@ -1,0 +1,129 @@
+"""What has to be saved so that another number of ranks can go on with the same bits."""
+
+import io
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.errors import OptionError
+
+
+class Stateful(Protocol):
+    """What has a state: a sampler, a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on from a state."""
+
+
+class TrainingState:
+    """The state of a training: the same on all ranks, and for every number of ranks.
+
+    It has module, optimizer, scheduler, sampler, the shards' random numbers and those outside of shards. Save
+    it with ``paceline.save`` and load it with ``paceline.load``, or as an entry of what
+    ``torch.distributed.checkpoint`` saves. Call these between two steps, on every rank.
+
+    Args:
+        ddp: the wrapper.
+        optimizer: the optimizer of its parameters.
+        sampler: the sampler, with ``state_dict``, such as a ``ShardedBatchSampler``.
+        scheduler: the scheduler of the learning rate.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        *,
+        sampler: Stateful | None = None,
+        scheduler: Stateful | None = None,
+    ) -> None:
+        for name, part in (("sampler", sampler), ("scheduler", scheduler)):
+            if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise OptionError(
+                    f"the {name} must have state_dict and load_state_dict, or it cannot be resumed "
+                    f"({name}: {type(part).__name__})"
+                )
+        _check_parameters(ddp, optimizer)
+        self.ddp = ddp
+        parts = {
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "sampler": sampler,
+            "shards": getattr(ddp, "shards", None),
+        }
+        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's tensors by name, and all else as bytes.
+
+        ``torch.distributed.checkpoint`` loads only tensors that are there already, and an optimizer that has
+        not stepped has none.
+        """
+        rest = {name: part.state_dict() for name, part in self._parts.items()}
+        file = io.BytesIO()
+        torch.save({"random": _random_state(), **rest}, file)
+        return {"module": self.ddp.module_state_dict(), "rest": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. No code in it is run."""
+        if missing := {"module", "rest"} - state.keys():
+            raise OptionError(f"not the state of a training (missing: {sorted(missing)})")
+        rest = torch.load(io.BytesIO(state["rest"]), map_location="cpu", weights_only=True)
+        if missing := self._parts.keys() - rest.keys():
+            raise OptionError(f"the state lacks parts of this training (missing: {sorted(missing)})")
+        self.ddp.load_state_dict(state["module"])
+        for name, part in self._parts.items():
+            part.load_state_dict(rest[name])
+        _set_random_state(rest["random"])
+
+
+def _check_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    known = {id(parameter) for parameter in ddp.parameters()}
+    strange = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
+    if strange:
+        raise OptionError(
+            f"the optimizer has parameters that are not the wrapper's (number: {len(strange)}, shape of the "
+            f"first: {strange[0]})"
+        )
+
+
+def _random_state() -> dict[str, Any]:
+    """The random numbers outside of shards, in plain values that torch loads without running code."""
+    version, numbers, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        found["numpy"] = {
+            "kind": kind,
+            "keys": torch.tensor(keys.astype("int64")),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
+    return found
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    numpy, saved = sys.modules.get("numpy"), state.get("numpy")
+    if numpy is not None and saved is not None:
+        keys = saved["keys"].numpy().astype("uint32")
+        numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
