@@ -2,8 +2,9 @@
 
 paceline run -n 2 examples/same_bits.py [--steps N] [--checkpoint FILE]
 
-Rank 0 prints the sha256 of parameters and optimizer state. It is the same with ``-n 1``, ``-n 3`` or ``-n 8``,
-and if a run with ``--checkpoint FILE`` is ended after some steps and goes on with another number of ranks.
+Rank 0 prints the sha256 of parameters and optimizer state. It is the same with ``-n 1``, ``-n 3`` or
+``-n 8``, and if a run with ``--checkpoint FILE`` ends after some steps and goes on with another number of
+ranks.
 """
 
 import argparse
@@ -28,9 +29,7 @@ def dataset() -> TensorDataset:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2)
-    )
+    return nn.Sequential(nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
 
 
 def sha256_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -48,7 +48,7 @@ from paceline.errors import (
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.launch import launch
 from paceline.torch_private import warn_if_newer as _warn_if_newer
-from paceline.training.files import load, save
+from paceline.training.saving import load, save
 from paceline.training.state import TrainingState
 
 try:
