@@ -126,7 +126,7 @@ def main() -> None:
         for count in TARGETS:
             print(f"timing {MODELS[name].what}, {NAMES[count]}", file=sys.stderr)
             rounds, calls = (
-                (1, 1) if arguments.quick else (arguments.rounds, max(1, MODELS[name].steps // count))
+                (2, 1) if arguments.quick else (arguments.rounds, max(1, MODELS[name].steps // count))
             )
             arguments_of_rank = (name, count, rounds, calls)
             ranks = run_ranks(measure_on_rank, WORLD, args=arguments_of_rank, timeout=TIMEOUT_SECONDS)

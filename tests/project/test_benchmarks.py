@@ -18,6 +18,7 @@ import lazy_buckets
 import peak_memory
 import pytest
 import recorder
+import shards
 import step_targets
 import torch
 import torch.distributed as dist
@@ -373,3 +374,12 @@ def test_without_an_accelerator_nothing_is_measured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="torch finds none; on CPUs use"):
         accelerator.main([])
+
+
+def test_shards_are_compared_with_steps_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = quick_rows(shards, monkeypatch, tmp_path / "rows.json", "--models", "tiny-layers")
+    held = "gradients held before the last backward, in copies of all parameters"
+    for name, copies in (("one shard per rank", 0), ("four shards per rank", 2)):
+        what = f"step of 200 tiny layers, {name}"
+        assert rows[what, "with shards / without, wall time"]["value"] > 0
+        assert rows[what, f"{held}, with shards"]["value"] == copies

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.peer_notes import PeerNotes
-from paceline.comm.pending import Pending
+from paceline.comm.pending import Pending, ThenPending
+from paceline.comm.shm.collectives import Scaling
 from paceline.errors import LateRankError
 from paceline.watch.watcher import UNWATCHED
 
@@ -119,6 +120,7 @@ class ScriptedGroup:
         self.global_ranks = list(range(size) if global_ranks is None else global_ranks)
         self.world = max(size, *(member + 1 for member in self.global_ranks))
         self.gloo_threads = 1
+        self.adds_neighbours_first = size <= 3
         self.process_group: Any = _NoProcessGroup()
         self.may_change = may_change
         self.shared: Any = None
@@ -182,6 +184,10 @@ class ScriptedGroup:
                 return tensor.copy_(total)
 
         return self._begin("all_reduce", tensor.detach().clone(), finish, default=torch.zeros_like)
+
+    def all_reduce_scaled(self, tensor: Tensor, scaling: Scaling) -> Pending:
+        """Begin to add up a flat tensor over the ranks, in place, and multiply the sum's first elements."""
+        return ThenPending(self.all_reduce(tensor), lambda total: scaling.apply(total, 0))
 
     def all_reduce_future(self, tensor: Tensor) -> "torch.futures.Future[list[Tensor]]":
         """As ``all_reduce``, with a future, which is set at once unless the result never comes."""

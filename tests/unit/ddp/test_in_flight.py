@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from scripted_steps import (
 )
 from torch import Tensor
 
+from paceline.comm import peer_notes
 from paceline.ddp.exchange.average import Average
 from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.exchange.exchange import Exchange
@@ -314,7 +316,10 @@ class Fails(Hook):
 
 
 @pytest.mark.parametrize("where", ["bucket 0", "bucket 1"])
-def test_a_hook_that_raises_between_its_collectives_breaks_the_group_unless_all_do(where: str) -> None:
+def test_a_hook_that_raises_between_its_collectives_breaks_the_group_unless_all_do(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_notes, "_ALL_STOPPED_TIMEOUT", timedelta(seconds=0.1))
     group = ScriptedGroup()
     context = make(group, lambda group: GeneratorHookExchange(group, Fails()))
     step = begun_step(context, number=STEP)

@@ -1,11 +1,13 @@
 import inspect
 import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.comm import peer_notes
 from paceline.comm.group import Group
 from paceline.comm.pending import Pending
 from paceline.errors import LateRankError
@@ -174,7 +176,8 @@ def test_what_returns_the_result_itself_raises_if_it_never_comes() -> None:
         ScriptedGroup(others=lambda _: NEVER).gather_objects(None)
 
 
-def test_notes_are_seen_by_every_rank() -> None:
+def test_notes_are_seen_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_notes, "_ALL_STOPPED_TIMEOUT", timedelta(seconds=0.1))
     group = ScriptedGroup(size=3)
     group.peer_notes.note_waiting(4, 1)
     group.notes_of(2).note_waiting(4, 1)
