@@ -50,7 +50,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
     data = dataset()
     sampler = paceline.ShardedBatchSampler(data, shards=SHARDS, batch_size=64)
-    loader = DataLoader(data, batch_sampler=sampler)
+    loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
     state = paceline.TrainingState(ddp, optimizer, sampler=sampler)
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
         paceline.load(arguments.checkpoint, state)

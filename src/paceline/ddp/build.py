@@ -110,10 +110,22 @@ def _check_shards(wrapped: WrappedModule, group: Group, options: WrapperOptions)
         "parameters that are DTensors": any(map(is_dtensor, wrapped.params.parameters)),
         "reductions in a compiled graph": reduces_in_graph(),
         "strict mode": options.strict,
+        "module buffers that forward does not make equal": any(True for _ in wrapped.module.buffers())
+        and not options.syncs_buffers_in_forward(ranks_change=False),
+        "gradients that travel in another type than they have": _travels_in_another_type(wrapped, options),
     }
     for what, is_so in refusals.items():
         if is_so:
             raise UnsupportedError(f"shards and {what} exclude each other (shards: {options.shards})")
+
+
+def _travels_in_another_type(wrapped: WrappedModule, options: WrapperOptions) -> bool:
+    """Whether sums within a rank are rounded in another way than those between ranks."""
+    policy = options.mixed_precision
+    travels_in = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    return travels_in is not None and any(
+        parameter.dtype != travels_in for parameter in wrapped.params.parameters
+    )
 
 
 def _audit(

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import os
 import random
 import struct
@@ -23,12 +24,9 @@ from paceline.ddp.state.buffers import ModuleBuffers
 from paceline.errors import OptionError, StepError, StructureError, UnsupportedError
 from paceline.shard_tree import split_rows
 from paceline.tensors import tree as structures
-from paceline.torch_private import foreach_copy_
 
 # How many threads each rank calculates with: a sum over several threads has other last bits.
 THREADS_VARIABLE = "PACELINE_SHARD_THREADS"
-# Of memory that torch allocates, in bytes.
-_ALIGNMENT = 64
 
 
 @dataclass
@@ -110,8 +108,10 @@ class Shards:
                 first dimension, and so are lists with one entry per row; everything else goes to each shard
                 as it is.
         """
-        if (running := self._running()) is not None:  # a loop that was left, and that somebody holds
-            running.close()
+        if (running := self._running()) is not None:
+            if inspect.getgeneratorstate(running) == inspect.GEN_CREATED:
+                raise StepError("one loop over shards at a time: another one was made, and has not begun yet")
+            running.close()  # it was left before its end, and somebody holds it
         if self._reducer.finalizes_manually:
             raise UnsupportedError("manual finalization and shards exclude each other")
         pieces = cut(batch, len(self.own))
@@ -120,30 +120,31 @@ class Shards:
         return run
 
     def _run(self, pieces: list[Any]) -> Generator[Any, None, None]:
-        number, syncs = self._reducer.step_number, self._reducer.syncs
+        reducer = self._reducer
+        number, ended_well, syncs = reducer.step_number, reducer.ended_well, reducer.syncs
         if not syncs:
             raise StepError("ddp.shards(batch) must not be inside no_sync(): its last shard syncs")
-        before = _RandomState(self._device)
         older = self._set_grads_aside()
         is_over = False
-        try:
-            yield from self._give(pieces)
-            is_over = True
-        finally:
-            self._reducer.syncs = syncs
-            before.restore()
-            self._end(number, is_over=is_over)
-        self._add_older(older)
+        with _random_numbers_outside(self._device):
+            try:
+                yield from self._give(pieces)
+                is_over = True
+            finally:
+                reducer.syncs = syncs
+                self._end(number, is_over=is_over)
+                if reducer.ended_well > ended_well:  # a lost step has no gradients left on any rank
+                    self._add_older(older)
 
     def _give(self, pieces: list[Any]) -> Iterator[Any]:
         own, step = self.own, self._progress.step
         self._progress.step += 1
         self._sums.begin(own[-1])
-        start = self._snapshot() if len(own) > 1 else {}
+        restore_buffers = self._keep_buffers() if len(own) > 1 else None
         for shard, piece in zip(reversed(own), reversed(pieces), strict=True):
             is_last = shard == own[0]
-            if shard != own[-1] and start:
-                _restore(start)
+            if shard != own[-1] and restore_buffers is not None:
+                restore_buffers()
             self._sums.expect(shard, is_last=is_last)
             self._reducer.syncs = is_last
             seed_all(self._progress.seed, step, shard, self._device)
@@ -164,13 +165,13 @@ class Shards:
         self._sums.begin(0)
         self._sums.expect(0, is_last=False)
 
-    def _snapshot(self) -> dict[Tensor, Tensor]:
-        """Copies of the module buffers, after they were made equal on all ranks."""
+    def _keep_buffers(self) -> Callable[[], None]:
+        """Make module buffers equal on all ranks; returns what gives them these values again."""
         self._reducer.context.end_buffer_watch()
         if self._buffers.will_sync():
             self._sync_buffers()
             self._buffers.settings.required = False
-        return {buffer: buffer.clone() for buffer in self._buffers.named().values()}
+        return self._buffers.keep_values()
 
     def _set_grads_aside(self) -> list[Tensor | None]:
         """Take off gradients of earlier steps, which the user accumulates."""
@@ -186,11 +187,6 @@ class Shards:
                 if gradient is not None:
                     new = parameter.grad
                     parameter.grad = gradient if new is None else gradient + new
-
-
-def _restore(copies: Mapping[Tensor, Tensor]) -> None:
-    with torch.no_grad():
-        foreach_copy_([*copies], [*copies.values()])
 
 
 def agree_on_seed(group: Group, device: torch.device) -> int:
@@ -232,30 +228,51 @@ def seed_all(seed: int, step: int, shard: int, device: torch.device) -> None:
         numpy.random.seed(mixed & 0xFFFFFFFF)
 
 
-class _RandomState:
-    """The random numbers outside of shards, which go on as if there were no shards."""
+# The loops over shards that are open, and the random numbers outside of all of them.
+_open_loops: list[object] = []
+_outside: list[Callable[[], None]] = []
 
-    def __init__(self, device: torch.device) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._device = None if device.type == "cpu" else torch.get_device_module(device)
-        self._on_device = None if self._device is None else self._device.get_rng_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
 
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._device is not None:
-            self._device.set_rng_state(self._on_device)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+@contextlib.contextmanager
+def _random_numbers_outside(device: torch.device) -> Iterator[None]:
+    """At the end of the last of all loops, go on with the random numbers from before the first one."""
+    loop = object()
+    if not _open_loops:
+        _outside[:] = [_keep_random_numbers(device)]
+    _open_loops.append(loop)
+    try:
+        yield
+    finally:
+        _open_loops.remove(loop)
+        if not _open_loops:
+            _outside.pop()()
+
+
+def _keep_random_numbers(device: torch.device) -> Callable[[], None]:
+    """Returns what goes on with the random numbers of now."""
+    on_cpu, in_python = torch.get_rng_state(), random.getstate()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    on_device = None if module is None else module.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    in_numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore() -> None:
+        torch.set_rng_state(on_cpu)
+        random.setstate(in_python)
+        if module is not None:
+            module.set_rng_state(on_device)
+        if numpy is not None:
+            numpy.random.set_state(in_numpy)
+
+    return restore
 
 
 def cut(batch: Any, shards: int) -> list[Any]:
-    """Cut a rank's batch into its shards."""
-    if shards == 1:
-        return [structures.map_leaves(_aligned, batch)]
+    """Cut a rank's batch into its shards.
+
+    Tensors are copied to memory of their own, also those of a rank's only shard: how a tensor lies in memory
+    may change the last bits of what is calculated from it.
+    """
     rows = {len(leaf) for leaf in structures.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(rows) != 1:
         raise StructureError(
@@ -270,15 +287,9 @@ def cut(batch: Any, shards: int) -> list[Any]:
     return [_cut_out(batch, rows_of, count) for rows_of in split_rows(count, shards)]
 
 
-def _aligned(leaf: Any) -> Any:
-    """A tensor in memory that is aligned as a new one: how it is aligned may change the bits of a product."""
-    is_unaligned = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.data_ptr() % _ALIGNMENT
-    return leaf.clone() if is_unaligned else leaf
-
-
 def _cut_out(value: Any, rows: range, count: int) -> Any:
     if isinstance(value, Tensor):
-        return value[rows.start : rows.stop].clone() if value.dim() else value  # see _aligned
+        return value[rows.start : rows.stop].clone() if value.dim() else value
     if type(value) in (list, tuple) and len(value) == count and not _holds_tensors(value):
         return value[rows.start : rows.stop]
     container = structures.open_container(value)

@@ -458,6 +458,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's join context manager calls on a rank without inputs."""
+        self._refuse_with_shards("join()")
         hook = self._uneven_inputs.enter(
             self,
             divides_by_all=bool(kwargs.get("divide_by_initial_world_size", True)),

@@ -38,6 +38,11 @@ def _write(target: Path, state: TrainingState) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load(path: str | os.PathLike[str], state: TrainingState) -> None:

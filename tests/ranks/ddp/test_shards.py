@@ -18,6 +18,7 @@ from paceline.errors import (
     MismatchError,
     OptionError,
     PeerError,
+    RanksError,
     StepError,
     StructureError,
     UnsupportedError,
@@ -133,9 +134,12 @@ def test_random_numbers_belong_to_the_shard_and_go_on_outside_as_if_there_were_n
 
 def leaves_out_a_backward(rank: int, shard: int) -> list[Any]:  # noqa: ARG001
     ddp = wrapped()
-    for number, x in zip(reversed(ddp.shards.own), ddp.shards(batch_of(ddp)), strict=True):
-        if number != shard:
-            ddp(x).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, x in zip(reversed(ddp.shards.own), ddp.shards(batch_of(ddp)), strict=True):
+            loss = ddp(x).square().mean()
+            if number != shard:
+                loss.backward()
     return grads(ddp)
 
 
@@ -230,6 +234,121 @@ def says_threads(rank: int) -> tuple[int, int]:  # noqa: ARG001
 
 def test_threads_are_fixed_and_that_is_said() -> None:
     assert run_ranks(says_threads, 1, timeout=60) == [(1, 1)]
+
+
+def drifts(rank: int) -> None:
+    ddp = wrapped(shards=4, audit="raise")
+    for step in range(40):
+        ddp.zero_grad()
+        for x in ddp.shards(batch_of(ddp, step)):
+            ddp(x).square().mean().backward()
+        if rank == 1 and step == 5:
+            with torch.no_grad():
+                next(ddp.parameters()).add_(1)
+
+
+def test_replicas_are_compared() -> None:
+    with pytest.raises(RanksError) as raised:
+        run_ranks(drifts, 2, timeout=60)
+    assert "0.weight differs" in str(raised.value.exceptions[0])
+
+
+class Statistics(nn.Module):
+    """Has buffers that it changes in place, and one that it replaces."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(x))
+        self.mean = 0.9 * self.mean + 0.1 * (out.detach() ** 2).mean(0)
+        return out - self.mean
+
+
+def keeps_statistics(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    ddp = paceline.DistributedDataParallel(Statistics(), shards=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(20):
+            ddp.zero_grad()
+            for x in ddp.shards(batch_of(ddp, step)):
+                ddp(x).pow(3).mean().backward()
+    return [*grads(ddp), ddp.module.mean.tolist() if rank == 0 else None]
+
+
+def test_module_buffers_begin_alike_in_each_shard_also_if_they_are_replaced_and_nobody_warns() -> None:
+    found = [run_ranks(keeps_statistics, world, timeout=60)[0] for world in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def ends_the_loop(rank: int, how: str) -> list[Any]:
+    ddp = wrapped()
+    for step in range(3):
+        own = ddp.shards.own
+        if how == "zip":
+            for _, x in zip(own, ddp.shards(batch_of(ddp, step)), strict=False):
+                ddp(x).square().mean().backward()
+            continue
+        for number, x in enumerate(ddp.shards(batch_of(ddp, step)), 1):
+            ddp(x).square().mean().backward()
+            if number == len(own) and rank == 0 and how == "break":
+                break
+    return grads(ddp)
+
+
+def test_a_loop_that_is_left_after_its_last_backward_has_taken_the_step() -> None:
+    [wanted] = run_ranks(ends_the_loop, 1, args=("to the end",), timeout=60)
+    for how in ("break", "zip"):
+        assert run_ranks(ends_the_loop, 2, args=(how,), timeout=60) == [wanted] * 2
+
+
+def two_loops(rank: int) -> float:  # noqa: ARG001
+    ddp, other = wrapped(), wrapped()
+    first = ddp.shards(batch_of(ddp))
+    with pytest.raises(StepError, match="one loop over shards at a time"):
+        ddp.shards(batch_of(ddp))
+    torch.manual_seed(3)
+    expected = torch.rand(()).item()
+    torch.manual_seed(3)
+    for x, y in zip(first, other.shards(batch_of(other)), strict=True):
+        (ddp(x).square().mean() + other(y).square().mean()).backward()
+    assert torch.rand(()).item() == expected
+    return expected
+
+
+def test_two_wrappers_may_have_loops_at_once_and_one_wrapper_may_not() -> None:
+    run_ranks(two_loops, 2, timeout=60)
+
+
+def strided_batches(rank: int) -> list[Any]:  # noqa: ARG001
+    ddp = wrapped()
+    rows = batch_of(ddp)
+    for x in ddp.shards(torch.stack([rows, rows], -1)[..., 0]):
+        (ddp(x).square().mean() * x.sum(1).mean()).backward()
+    return grads(ddp)
+
+
+def test_how_a_batch_lies_in_memory_changes_no_bit() -> None:
+    found = [run_ranks(strided_batches, world, timeout=60)[0] for world in (1, 3, 4)]
+    assert found[0] == found[1] == found[2]
+
+
+def refuses_options(rank: int) -> None:  # noqa: ARG001
+    with pytest.raises(UnsupportedError, match="module buffers that forward does not make equal"):
+        paceline.DistributedDataParallel(Statistics(), shards=4, forward_sync_buffers=False)
+    low = paceline.MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="travel in another type"):
+        wrapped(mixed_precision=low)
+    wrapped(mixed_precision=paceline.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def test_options_that_would_change_bits_are_refused() -> None:
+    run_ranks(refuses_options, 2, timeout=60)
 
 
 def resumes_from_torchs_checkpoint(rank: int, folder: Path, steps: int) -> list[Any]:  # noqa: ARG001

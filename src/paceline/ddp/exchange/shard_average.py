@@ -31,7 +31,6 @@ class ShardAverage(Exchange):
     """
 
     name = "the average of shards"
-    supports_join = False
 
     def __init__(self, group: Group, tree: ShardTree) -> None:
         super().__init__(group)

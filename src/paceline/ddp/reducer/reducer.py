@@ -100,6 +100,7 @@ class Reducer:
         finalizes_manually: whether a step ends by ``finalize``, and not with its backward.
         ranks: what the next step's sum is divided by: the number of ranks, or of shards.
         step_number: the number of steps so far.
+        ended_well: how many of them were not lost.
         counts: what the user has done since the last step.
         is_step_new: whether the last step brought other gradients than the one before.
         last_summary: what the ranks reported of the last step.
@@ -133,7 +134,7 @@ class Reducer:
         self.finalizes_manually = False
         self._sync_next = False
         self.ranks = group.size if shard_sums is None else shard_sums.tree.shards
-        self.step_number = 0
+        self.step_number = self.ended_well = 0
         self.counts = UserCounts(recorder)
         self._may_abandon = True
         self.is_step_new = True
@@ -335,7 +336,7 @@ class Reducer:
 
     def _sync_accumulated(self) -> None:
         """Average what passes under ``no_sync`` have left, as if a forward and a backward had followed."""
-        for _ in range(self.context.pairing.usual_forwards or 1):
+        for _ in range(self.counts.forwards, self.context.pairing.usual_forwards or 1):
             self.counts.add_forward()
         earlier = self.context.earlier_shards
         with self.accumulation.adding_nothing(weighted=earlier is not None and earlier.is_weighted):
@@ -609,6 +610,7 @@ class Reducer:
             self.accumulation.clear()
         self.ranks = self._all_ranks
         self.step_number += 1
+        self.ended_well += 1
         self.counts.begin()
         self._may_abandon = True
         has_inputs = self._current.in_flight.outcome is StepOutcome.FINE

@@ -135,6 +135,20 @@ class ModuleBuffers:
             self._broadcast(group)
         return ()
 
+    def keep_values(self) -> Callable[[], None]:
+        """Returns what gives the buffers the values of now again, also those that were replaced meanwhile."""
+        found = self._find()
+        values = [each.buffer.clone() for each in found]
+
+        def restore() -> None:
+            for each in found:
+                each.owner[each.name] = each.buffer
+            if found:
+                with torch.no_grad():
+                    foreach_copy_([each.buffer for each in found], values)
+
+        return restore
+
     def forget(self) -> None:
         """Start anew, as when the group has changed."""
         self._last_synced = None
