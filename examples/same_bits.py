@@ -1,10 +1,10 @@
 """Train with any number of ranks, change their number in mid-run, and end with the same bits.
 
-paceline run -n 2 examples/same_bits.py [--steps N] [--checkpoint FILE]
+paceline run -n 2 examples/same_bits.py
 
 Rank 0 prints the sha256 of parameters and optimizer state. It is the same with ``-n 1``, ``-n 3`` or
-``-n 8``, and if a run with ``--checkpoint FILE`` ends after some steps and goes on with another number of
-ranks.
+``-n 8``, and if a run with ``--steps N --checkpoint FILE`` goes on, by the same command, with another number
+of ranks.
 """
 
 import argparse
