@@ -338,7 +338,7 @@ class Channel:
 def _in_forked_child() -> None:
     """See Note [Forked children] in segment.py."""
     for reference in _channels.valuerefs():
-        if (channel := reference()) is not None:
+        if (channel := reference()) is not None and channel._failures.error is None:
             channel._failures.error = ClosedGroupError(
                 "a forked child cannot take part in its parent's collectives"
             )

@@ -74,7 +74,7 @@ class PeerFailures:
         self._in_flight = in_flight
 
     def raise_again(self) -> NoReturn:
-        """Raise the error, in a new object: each has a traceback of its own."""
+        """Raise the error, in a new object: a traceback in the one that is kept would keep frames alive."""
         assert self.error is not None
         raise type(self.error)(str(self.error), self.error.what)
 
@@ -102,7 +102,7 @@ class PeerFailures:
             f"ranks called different collectives: {launched.text} on rank {self._names[self._rank]}, "
             f"{decoded(text)} on rank {self._names[other]}"
         )
-        raise self.error
+        self.raise_again()
 
     def check(self, find_missing: Callable[[], Sequence[int]], timer: WaitTimer) -> None:
         """Raise if ranks that are missing have ended, failed, or are late."""
@@ -112,7 +112,7 @@ class PeerFailures:
             missing = find_missing()
             if lost := [other for other in ended if other in missing]:
                 self.error = LostRankError(*self._describe("cannot end, because ranks have ended", lost))
-                raise self.error
+                self.raise_again()
         self.check_failed(missing)
         timer.tick()
         if timer.is_over:
@@ -126,7 +126,7 @@ class PeerFailures:
             if self._signal.has_come(other, 1):
                 what = f"cannot end, because a rank failed: {self._headers.read_failure(other)}"
                 self.error = CollectiveError(*self._describe(what, [other]))
-                raise self.error
+                self.raise_again()
 
     def _describe(self, what: str, others: Sequence[int]) -> tuple[str, str]:
         """The message, and the same without ranks."""
