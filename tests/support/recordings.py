@@ -3,9 +3,11 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from paceline.recording.healings import Healing, write_healing
+from paceline.recording.recorder import PLANS_PER_GENERATION
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
 from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
@@ -56,6 +58,11 @@ class Run:
     # A bucket that is ready only when backward ends, after later ones.
     stuck: int | None = None
     seed: int = 0
+    # A generation of a run that is healed; some ranks are killed in its last step.
+    generation: int = 0
+    first_step: int = 0
+    start: int = 1_000_000 * MS
+    killed: Sequence[int] = ()
 
     @property
     def slots(self) -> list[str]:
@@ -64,6 +71,29 @@ class Run:
 
 def write(run: Run, folder: Path) -> Path:
     """A first step with one bucket, and the other steps with all buckets."""
+    _write(run, folder)
+    return folder
+
+
+def write_healed(run: Run, folder: Path, losses: Sequence[tuple[int, int]], *, pause: float = 700.0) -> Path:
+    """A run in which ranks are killed, each with the step; after a pause, another process takes its place."""
+    for generation, (step, rank) in enumerate(losses):
+        steps = step - run.first_step + 1
+        end = _write(replace(run, generation=generation, steps=steps, killed=[rank]), folder)
+        at = end + _epoch(folder)
+        lost = [(rank, "SIGKILL")]
+        write_healing(folder, Healing(generation + 1, step, run.ranks, lost, at, pause / 1e3))
+        left = run.steps - steps + 1
+        run = replace(run, first_step=step, steps=left, start=end + int(pause * MS))
+    return write(replace(run, generation=len(losses)), folder)
+
+
+def _epoch(folder: Path) -> int:
+    return int(json.loads((folder / "rank0-wrapper0-plan1.json").read_text())["epoch"])
+
+
+def _write(run: Run, folder: Path) -> int:
+    """Write a run; returns when it ends."""
     ranks = list(run.group) or list(range(run.ranks))
     per = -(-run.parameters // run.buckets)
     # Gradients come from the last layer to the first.
@@ -73,19 +103,22 @@ def write(run: Run, folder: Path) -> Path:
     writers = [
         [
             PlanWriter(_describe(run, rank, ranks), plan, number, unit="samples", folder=folder)
-            for number, plan in enumerate(plans)
+            for number, plan in enumerate(plans, start=run.generation * PLANS_PER_GENERATION)
         ]
         for rank in ranks
     ]
     simulation = _Simulation(run, ranks, plans)
-    for step in range(run.steps):
-        rows, begins = simulation.step(step)
-        for own, row, begin in zip(writers, rows, begins, strict=True):
+    for index in range(run.steps):
+        is_lost = bool(run.killed) and index == run.steps - 1
+        rows, begins = simulation.step(run.first_step + index, is_lost=is_lost)
+        for rank, own, row, begin in zip(ranks, writers, rows, begins, strict=True):
             communication = max(0, row[StepColumn.ALL_REDUCED] - first_launch(row))
-            own[min(step, 1)].ring.append(row, row_sums(row, next_begin=begin, communication=communication))
+            sums = row_sums(row, next_begin=begin, communication=communication)
+            if not is_lost or rank not in run.killed:
+                own[min(index, 1)].ring.append(row, sums)
     if run.hosts:
         _move(run, ranks, folder)
-    return folder
+    return simulation.end
 
 
 def _describe(run: Run, rank: int, group: Sequence[int]) -> WrapperDescription:
@@ -109,7 +142,9 @@ def _describe(run: Run, rank: int, group: Sequence[int]) -> WrapperDescription:
 def _move(run: Run, ranks: Sequence[int], folder: Path) -> None:
     """Put ranks on other hosts, whose wall clocks are wrong by a few milliseconds."""
     for place, rank in enumerate(ranks):
-        for path in folder.glob(f"rank{rank}-wrapper{run.wrapper}-*.json"):
+        for number in (0, 1):
+            plan = run.generation * PLANS_PER_GENERATION + number
+            path = folder / f"rank{rank}-wrapper{run.wrapper}-plan{plan}.json"
             description = json.loads(path.read_text())
             host = run.hosts[place]
             description |= {"host": f"node-{host}", "boot": f"boot-{host}"}
@@ -125,11 +160,15 @@ class _Simulation:
         self._ranks = ranks
         self._plans = plans
         self._random = random.Random(run.seed)
-        self._now = [1_000_000 * MS + place * 10_000 for place in range(len(ranks))]
+        self._now = [run.start + place * 10_000 for place in range(len(ranks))]
 
-    def step(self, step: int) -> tuple[list[list[int]], list[int]]:
+    @property
+    def end(self) -> int:
+        return max(self._now)
+
+    def step(self, step: int, *, is_lost: bool = False) -> tuple[list[list[int]], list[int]]:
         """Each rank's row, and when its next step begins."""
-        plan = self._plans[min(step, 1)]
+        plan = self._plans[min(step - self._run.first_step, 1)]
         rows = [self._compute(step, place, plan) for place in range(len(self._ranks))]
         self._communicate(rows, plan)
         for place, row in enumerate(rows):
@@ -139,6 +178,9 @@ class _Simulation:
                 "optimizer", step, place
             )
             self._now[place] = row[StepColumn.OPTIMIZER_END] + self._time("data", step, place)
+            if is_lost:
+                self._lose(row)
+                self._now[place] = row[StepColumn.END]
         skewed = [self._skewed(row, place, step) for place, row in enumerate(rows)]
         ahead = [self._ahead(place, step) for place in range(len(rows))]
         return skewed, [now + more for now, more in zip(self._now, ahead, strict=True)]
@@ -196,6 +238,15 @@ class _Simulation:
                 row[launch + 1] = reduced + place * 1000
         for place, row in enumerate(rows):
             row[StepColumn.ALL_REDUCED] = max(row[StepColumn.BACKWARD_END], reduced + place * 1000)
+
+    def _lose(self, row: list[int]) -> None:
+        """Gradients were computed, but no bucket came back."""
+        row[StepColumn.KIND] |= StepKind.LOST
+        row[StepColumn.END] = row[StepColumn.BACKWARD_END] + MS
+        for column in (StepColumn.ALL_REDUCED, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END):
+            row[column] = 0
+        reduced = len(StepColumn) + BucketColumn.REDUCED
+        row[reduced :: len(BucketColumn)] = [0] * len(row[reduced :: len(BucketColumn)])
 
     def _ahead(self, place: int, step: int) -> int:
         run = self._run

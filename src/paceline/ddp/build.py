@@ -7,7 +7,7 @@ from paceline.comm.verify import check_same
 from paceline.ddp.audit.audit import Audit
 from paceline.ddp.audit.buffer_watch import BufferWatch
 from paceline.ddp.audit.catalogue import Catalogue
-from paceline.ddp.audit.ledger import Ledger
+from paceline.ddp.audit.equal_steps import EqualSteps
 from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.compat.logging_data import log_environment
@@ -46,18 +46,23 @@ def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *
     turns.finish_telling(group)
     turns.finish_launched()
     with group.watch.waiting(Activity.WRAPPING, 0, then=Activity.OUTSIDE):
-        if options.init_sync or options.may_share_memory:
-            group.agree_on_name(wrapped.device)
-        else:  # nothing is exchanged, so each rank counts for itself
-            group.name_copy("")
-        check_dtensor_parts(wrapped.params, group)
-        if options.init_sync:
-            check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
-        _check_shards(wrapped, group, options)
-        wrapped.open_transports(group, may_share_memory=options.may_share_memory)
+        open_group(wrapped, group, options)
         if options.init_sync:
             buffers = options.syncs_buffers_at_start
             wrapped.broadcast(group, buffers=buffers, source=0, bytes_at_once=bytes_at_once)
+
+
+def open_group(wrapped: WrappedModule, group: Group, options: WrapperOptions) -> None:
+    """Check that all ranks of a group wrapped the same model, and open what they share."""
+    if options.init_sync or options.may_share_memory:
+        group.agree_on_name(wrapped.device)
+    else:  # nothing is exchanged, so each rank counts for itself
+        group.name_copy("")
+    check_dtensor_parts(wrapped.params, group)
+    if options.init_sync:
+        check_same(group, describe_slots(wrapped.params), options.to_compare(), wrapped.device)
+    _check_shards(wrapped, group, options)
+    wrapped.open_transports(group, may_share_memory=options.may_share_memory)
 
 
 def build_reducer(
@@ -89,7 +94,7 @@ def build_reducer(
             dtype=None if precision is None else precision.reduce_dtype,
         ),
         strict=_strict(wrapped, group, options, static_graph=static_graph) if options.strict else None,
-        audit=_audit(wrapped, group, buffers, options, recorder),
+        audit=make_audit(wrapped, group, buffers, options, recorder),
         shard_sums=None if options.shards is None else ShardSums(ShardTree(options.shards), reduced.local),
     )
 
@@ -128,13 +133,15 @@ def _travels_in_another_type(wrapped: WrappedModule, options: WrapperOptions) ->
     )
 
 
-def _audit(
+def make_audit(
     wrapped: WrappedModule, group: Group, buffers: ModuleBuffers, options: WrapperOptions, recorder: Recorder
 ) -> Audit | None:
     """What compares replicas; None if it is switched off, or if there is nothing to compare."""
     mode = options.audit or ("warn" if wrapped.device.type == "cpu" else "off")
+    if mode == "off" or group.may_change or group.awaits_others:
+        return None
     writer = recorder.audit_writer(group)
-    if mode == "off" or group.may_change or (group.size == 1 and writer is None):
+    if group.size == 1 and writer is None:
         return None
     named = wrapped.module.named_parameters()
     return Audit(
@@ -142,7 +149,7 @@ def _audit(
         Catalogue((name, parameter) for name, parameter in named if name not in wrapped.ignored),
         BufferWatch(wrapped.module, wrapped.ignored),
         buffers,
-        Ledger(writer),
+        EqualSteps(writer),
         device=wrapped.device,
         bytes_at_once=buffers.settings.bytes_at_once,
     )

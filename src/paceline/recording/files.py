@@ -10,11 +10,15 @@ A recording tells what a program computes, so only its owner can read it, whatev
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordingError
 
 # More than this is not read from one file. A recording of 100,000 parameters, each with a bucket of its own,
 # has 51 MB of rows.
@@ -58,6 +62,18 @@ def write_file(path: Path, content: bytes) -> None:
         stream.write(content)
 
 
+def create_file(path: Path) -> int:
+    """Make a file to append to, for its owner only; returns its descriptor.
+
+    Raises:
+        OSError: the file cannot be made, or there is something at the path.
+    """
+    file = os.open(path, _NEW_FILE | os.O_APPEND, _OWNER_ONLY_FILE)
+    with contextlib.suppress(PermissionError):  # some file systems have no modes
+        os.fchmod(file, _OWNER_ONLY_FILE)
+    return file
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, for their owner only; a folder that exists stays as it is."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -95,6 +111,23 @@ def read_file(path: Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise OSError(f"it has more than {MOST_BYTES} bytes, which is the most that is read")
     return content
+
+
+def read_json_lines(path: Path, act: Callable[[Any], object], *, most_bytes: int = MOST_BYTES) -> None:
+    """Call ``act`` with what each line of a file has; a last line that was cut off is left out.
+
+    Raises:
+        RecordingError: the file cannot be read, or ``act`` has raised ValueError.
+    """
+    number = 0
+    try:
+        with os.fdopen(open_file(path, most_bytes), "rb") as file:
+            for line in file:
+                number += 1
+                if line.endswith(b"\n"):
+                    act(json.loads(line))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordingError(f"the file is damaged ({path}, line {number}: {error})") from error
 
 
 def _check_replaceable(path: Path) -> None:

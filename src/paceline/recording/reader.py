@@ -12,6 +12,9 @@ from paceline.errors import RecordingError
 from paceline.recording.audit_file import audit_files
 from paceline.recording.description import check_description, parse_description
 from paceline.recording.files import open_file, read_file
+from paceline.recording.healings import healings_file
+from paceline.recording.ledger import ledger_files
+from paceline.recording.recorder import PLANS_PER_GENERATION
 from paceline.recording.ring_buffer import MAGIC, Header
 from paceline.recording.rows import VERSION, SumColumn, row_width
 
@@ -72,20 +75,31 @@ def read_recording(folder: Path) -> list[PlanRecording]:
 
 def delete_recording(folder: Path) -> None:
     """Delete what ranks have recorded in a folder, and no other files."""
-    audits = audit_files(folder) if folder.is_dir() else ()
-    for path in (*_descriptions(folder), *audits):
-        for each in (path, path.with_suffix(".rows")):
-            if each.is_symlink() or not each.is_dir():  # of a link, the link itself is deleted
-                each.unlink(missing_ok=True)
+    if not folder.is_dir():
+        return
+    descriptions = _descriptions(folder)
+    rows = [path.with_suffix(".rows") for path in descriptions]
+    of_processes = [*audit_files(folder), *ledger_files(folder)]
+    for path in (*descriptions, *rows, *of_processes, healings_file(folder)):
+        if path.is_symlink() or not path.is_dir():  # of a link, the link itself is deleted
+            path.unlink(missing_ok=True)
 
 
 def read_latest(folder: Path, *, rows: int) -> list[PlanRecording]:
-    """Of each rank and wrapper, the last rows of the current plan, without sums; quick, for use in a run."""
+    """Of each rank and wrapper, the last rows of the current plan, without sums; quick, for use in a run.
+
+    Ranks that are no more in the run, since its last generation began, are left out.
+    """
     newest: dict[tuple[int, int], tuple[int, Path]] = {}
     for path in _descriptions(folder):
         rank, wrapper, plan = _numbers(path)
         newest[rank, wrapper] = max(newest.get((rank, wrapper), (-1, path)), (plan, path))
-    return [read_plan(path, rows=rows) for _, path in newest.values()]
+    generation = max((plan // PLANS_PER_GENERATION for plan, _ in newest.values()), default=0)
+    return [
+        read_plan(path, rows=rows)
+        for plan, path in newest.values()
+        if plan // PLANS_PER_GENERATION == generation
+    ]
 
 
 def _descriptions(folder: Path) -> list[Path]:

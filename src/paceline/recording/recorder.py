@@ -18,8 +18,11 @@ from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_la
 from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 FOLDER_VARIABLE = "PACELINE_RECORD"
-# Most runs have two or three plans. Of a run that changes its plan all the time, the last ones are kept.
+# Most runs have two or three plans. Of a run that changes its plan all the time, the last ones are kept; in a
+# run whose ranks are replaced, those of each generation.
 _MOST_PLANS = 8
+# In a run whose ranks are replaced, the plans of a generation have numbers of their own.
+PLANS_PER_GENERATION = 100
 
 _BUCKETS = len(StepColumn)
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
@@ -57,12 +60,17 @@ class Recorder:
         self._row = self._last = [0] * row_width(0)
         self._has_ended = False
         self._counted = 0
+        self._first_plan = 0
         self._owner = os.getpid()
         _recorders.add(self)
 
     def follow(self, plan: PlanDescription, group: Any) -> None:
         """From the next step on, steps have another plan or are averaged over another process group."""
         self._next = self._describe(group), plan
+
+    def begin_generation(self, generation: int) -> None:
+        """Number plans anew, with the same numbers on all ranks, whichever of them are new."""
+        self._first_plan = PLANS_PER_GENERATION * generation
 
     def count(self, number: int, unit: str | None = None) -> None:
         """Add a number of samples, tokens or other units to the current step.
@@ -204,10 +212,12 @@ class Recorder:
 
     def _start_plan(self, wrapper: WrapperDescription, plan: PlanDescription) -> None:
         """Write to new files, because another plan has other buckets and rows of another width."""
-        number = self._writers[-1].number + 1 if self._writers else 0
+        number = max(self._first_plan, self._writers[-1].number + 1 if self._writers else 0)
         self._writers.append(PlanWriter(wrapper, plan, number, unit=self.unit, folder=self._folder))
-        if len(self._writers) > _MOST_PLANS:
-            self._writers.pop(0).delete_files()
+        own = [each for each in self._writers if each.number >= self._first_plan]
+        if len(own) > _MOST_PLANS:
+            self._writers.remove(own[0])
+            own[0].delete_files()
         self._row[_BUCKETS:] = [0] * (row_width(len(plan.buckets)) - _BUCKETS)
 
 

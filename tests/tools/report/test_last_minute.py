@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from recordings import Run, write
 
+from paceline.recording.healings import Healing, write_healing
 from paceline.tools.main import main
 from paceline.tools.report.last_minute import last_minute
 from paceline.watch.rank_page import Activity, Moment, RankPage, Sample, Told, read_pages
@@ -31,6 +32,15 @@ def test_a_run_that_ended_in_order_has_no_last_minute(tmp_path: Path) -> None:
     left_page(tmp_path, 0, Told(Moment.EXITED))
     assert last_minute(read_pages(tmp_path)) is None
     assert last_minute([]) is None
+
+
+def test_a_rank_that_was_lost_and_not_replaced_has_no_last_minute(tmp_path: Path) -> None:
+    write(Run(ranks=2, steps=3), tmp_path)
+    left_page(tmp_path, 0, Told(Moment.EXITED))
+    left_page(tmp_path, 1, Told())
+    assert "the last minute" in CliRunner().invoke(main, ["report", str(tmp_path)]).output
+    write_healing(tmp_path, Healing(1, 2, 1, [(1, "SIGKILL")], 0, 1.0))
+    assert "the last minute" not in CliRunner().invoke(main, ["report", str(tmp_path)]).output
 
 
 def test_the_rank_that_others_waited_for_first_is_named_first(tmp_path: Path) -> None:

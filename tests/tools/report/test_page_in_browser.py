@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 from browser import resize, set_scheme, show
-from recordings import Run, Slow, write
+from recordings import Run, Slow, write, write_healed
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from paceline.recording.healings import Healing, write_healing
 from paceline.tools.report.analysis import analyse_recording
 from paceline.tools.report.html_page import html_page
 
@@ -23,11 +24,12 @@ View = tuple[float, float]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rank 2 is late by 12 ms from step 150 on; two of the ranks have a second wrapper."""
+    """Rank 2 is late by 12 ms from step 150 on; two of the ranks have a second wrapper; a rank was lost."""
     folder = tmp_path_factory.mktemp("run")
     slow = [Slow(2, 12, since=150)]
     write(Run(ranks=4, steps=300, jitter=0.05, slow=slow, names=[NAME], module="Encoder", stuck=1), folder)
     write(Run(ranks=4, steps=60, backward=5, module=NAME, wrapper=1, group=[0, 1]), folder)
+    write_healing(folder, Healing(1, 9, 4, [(1, NAME), (3, "not heard of " * 20)], 0, 0.7))
     made = folder / "report.html"
     made.write_text(html_page(analyse_recording(folder)), "utf-8")
     return made
@@ -267,6 +269,76 @@ def test_each_wrapper_has_its_own_view(driver: WebDriver) -> None:
     first.click()
     assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 4 ranks")
     assert complaints(driver) == []
+
+
+@pytest.fixture
+def healed(browser: WebDriver, tmp_path: Path) -> WebDriver:
+    """The page of a run that was healed at steps 20 and 40, for half a second each."""
+    write_healed(Run(ranks=3, steps=60), tmp_path, [(20, 2), (40, 0)], pause=500)
+    made = tmp_path / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)), "utf-8")
+    set_scheme(browser, "light")
+    resize(browser, 1366, 768)
+    show(browser, made)
+    return browser
+
+
+def middle_colours(driver: WebDriver) -> list[list[int]]:
+    """The colours of the timeline from top to bottom, in its middle."""
+    script = """
+        const canvas = document.getElementById("timeline");
+        return [...canvas.getContext("2d").getImageData(canvas.width / 2, 0, 1, canvas.height).data];
+    """
+    cells = driver.execute_script(script)
+    return [cells[start : start + 3] for start in range(0, len(cells), 4)]
+
+
+def test_healings_are_told_and_marked_in_the_timeline(healed: WebDriver) -> None:
+    words = ["rank 2 at step 20 (SIGKILL), 0.5 s", "rank 0 at step 40 (SIGKILL), 0.5 s"]
+    told = healed.find_element(By.ID, "history").get_attribute("textContent")
+    assert told == f"healed 2 times: {'; '.join(words)}"
+    assert "2 lost and done again" in healed.find_element(By.ID, "figures").text
+    buttons = healed.find_elements(By.CSS_SELECTOR, "#healings button")
+    assert [button.text for button in buttons] == words
+    assert "healed here" not in timeline(healed).get_attribute("aria-label")
+    buttons[1].click()
+    assert timeline(healed).get_attribute("aria-label").endswith(f"healed here: {words[1]}")
+    # It is in the middle of the view, with a mark on the axis and nothing of the ranks below it.
+    found = middle_colours(healed)
+    assert found[17] == [0x7B, 0x2C, 0xBF]
+    assert found[40] == found[90] == found[140]
+    assert healed.find_element(By.ID, "reading").text == f"rank 0, after step 39; healed: {words[1]}"
+    assert complaints(healed) == []
+
+
+def test_hovering_over_a_healing_shows_what_happened(healed: WebDriver) -> None:
+    healed.find_elements(By.CSS_SELECTOR, "#healings button")[0].click()
+    canvas = timeline(healed)
+    healed.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    ActionChains(healed).move_to_element_with_offset(canvas, 0, 0).perform()
+    assert healed.find_element(By.ID, "tip").text == "healed: rank 2 at step 20 (SIGKILL), 0.5 s"
+
+
+def test_the_timeline_of_a_healed_run_can_be_moved_through(healed: WebDriver) -> None:
+    press(healed, "all")
+    assert timeline(healed).get_attribute("aria-label").count("SIGKILL") == 2
+    healed.execute_script("arguments[0].focus()", timeline(healed))
+    ActionChains(healed).send_keys("0").perform()
+    reading = healed.find_element(By.ID, "reading")
+    seen = []
+    for _ in range(40):
+        ActionChains(healed).send_keys(",").perform()
+        seen.append(reading.text.split(":")[0])
+    assert "rank 0, step 41" in seen
+    assert "rank 0, step 39" in seen
+    assert "rank 0, step 20 (lost)" in seen
+    assert complaints(healed) == []
+
+
+def test_a_healing_outside_of_the_timeline_cannot_be_shown(driver: WebDriver) -> None:
+    [button] = driver.find_elements(By.CSS_SELECTOR, "#healings button")
+    assert not button.is_enabled()
+    assert NAME in button.text
 
 
 def test_odd_recordings_are_drawn_too(browser: WebDriver, tmp_path: Path) -> None:

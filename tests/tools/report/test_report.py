@@ -102,7 +102,7 @@ def test_a_page_has_no_more_numbers_than_it_may(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("paceline.tools.report.html_page._MOST_RANKS", 3)
     analysed = analyse_recording(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
     data = json.loads(re.search(r'application/json">(.*?)</script>', html_page(analysed))[1])
-    drawn = [{"rank": rank, "rows": 10, "sums": 60} for rank in (0, 1, 4)]
+    drawn = [{"rank": rank, "rows": 10, "sums": 60, "last_rows": [9]} for rank in (0, 1, 4)]
     assert data["wrappers"][0]["timelines"] == drawn
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.ddp.audit.buffer_watch import BufferWatch
 from paceline.ddp.audit.catalogue import Catalogue, OptionEntry, not_on_all
-from paceline.ddp.audit.ledger import Ledger
+from paceline.ddp.audit.equal_steps import EqualSteps
 from paceline.ddp.audit.replica_part import Look, MissingTensorError, ReplicaPart
 from paceline.ddp.audit.rotation import PARTS, plan_rotation
 from paceline.ddp.audit.verdict import Difference, RankView, What, describe_differences, find_differences
@@ -44,7 +44,7 @@ class Audit:
         catalogue: what belongs to the replica.
         watch: the module's buffers between forwards.
         buffers: the module's buffers, which say whether they are constant.
-        ledger: past looks.
+        equal_steps: past looks.
         device: where tensors can be sent from.
         bytes_at_once: bytes per broadcast.
     """
@@ -55,7 +55,7 @@ class Audit:
         catalogue: Catalogue,
         watch: BufferWatch,
         buffers: ModuleBuffers,
-        ledger: Ledger,
+        equal_steps: EqualSteps,
         *,
         device: torch.device,
         bytes_at_once: int,
@@ -64,7 +64,7 @@ class Audit:
         self._catalogue = catalogue
         self.watch = watch
         self._buffers = buffers
-        self._ledger = ledger
+        self._equal_steps = equal_steps
         self._device = device
         self._bytes_at_once = bytes_at_once
         self._parts: list[ReplicaPart] = []
@@ -106,7 +106,7 @@ class Audit:
         """
         part = step % PARTS
         if len(digests) == 1:
-            self._ledger.note_equal(step, part)
+            self._equal_steps.note_equal(step, part)
         if len(digests) < 2:
             return
         views: list[RankView] = group.gather_objects(self._view(), self._device)
@@ -169,7 +169,7 @@ class Audit:
         empty = ReplicaPart([], [])
         self._parts = [*parts, *itertools.repeat(empty, PARTS - len(parts))]
         self._last_options = ()
-        self._ledger.restart([part.labels for part in self._parts])
+        self._equal_steps.restart([part.labels for part in self._parts])
 
     def _part(self, step: int) -> ReplicaPart:
         return self._parts[step % PARTS]
@@ -206,7 +206,7 @@ class Audit:
         self._parts = []
 
     def _write(self, step: int, look: Look, digest: bytes) -> None:
-        writer = self._ledger.writer
+        writer = self._equal_steps.writer
         if writer is not None:
             hashes = self._part(step).hashes(look) if writer.wants_hashes else ()
             part = step % PARTS
@@ -214,8 +214,8 @@ class Audit:
 
     def _act(self, differences: Sequence[Difference], group: Group, step: int) -> None:
         text = self._describe(differences, group, step)
-        if self._ledger.writer is not None:
-            self._ledger.writer.write_finding(text)
+        if self._equal_steps.writer is not None:
+            self._equal_steps.writer.write_finding(text)
         if self._mode == "raise":
             raise ReplicaError(
                 f"{text}; the step is lost on every rank, and its gradients are dropped "
@@ -230,7 +230,7 @@ class Audit:
 
     def _describe(self, differences: Sequence[Difference], group: Group, step: int) -> str:
         def since(what: What) -> str:
-            return self._ledger.since(what, step, step % PARTS)
+            return self._equal_steps.since(what, step, step % PARTS)
 
         sentences = describe_differences(differences, since=since, global_ranks=group.global_ranks)
         return f"replicas differ: {'; '.join(sentences)}"

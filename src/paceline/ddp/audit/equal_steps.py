@@ -6,7 +6,7 @@ from paceline.ddp.audit.verdict import What
 from paceline.recording.audit_file import AuditWriter
 
 
-class Ledger:
+class EqualSteps:
     """Remembers in which steps the ranks were equal.
 
     Args:

@@ -9,6 +9,8 @@ from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn, StepKind, SumColumn
 from paceline.tools.formatting import milliseconds, rank_list
 from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
+from paceline.tools.report.generations import PlanSummary
+from paceline.tools.report.run_history import RunHistory, read_history
 from paceline.tools.report.step_parts import (
     PartTimes,
     StepPart,
@@ -21,9 +23,10 @@ from paceline.tools.report.step_parts import (
 )
 from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
 from paceline.tools.report.suggestions import RunFacts, Suggestion, suggestions
-from paceline.tools.report.wrapper_runs import PlanSummary, RankTimeline, WrapperRun, wrapper_runs
+from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
 _FEWEST_STEPS = 8
+_NO_HISTORY = RunHistory()
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class RankFigures:
 
     Attributes:
         rank: the rank.
-        host: the name of its host.
+        host: the name of its host; if a process on another host took its place, the names of both.
         step_ms: first quartile, median and third quartile of its steps.
         parts: where a step goes, on average over the middle half of its steps.
         communication_ms: how long a bucket was in flight, per step.
@@ -66,6 +69,7 @@ class RunAnalysis:
         figures_from_step: the first step that the figures are taken from. They leave out the steps before a
             rank became a straggler.
         lost_steps: how many detailed steps were lost, because of an error.
+        steps_done_again: how many of these were done again, after ranks had been replaced or left out.
         steps_without_inputs: in how many detailed steps a rank had no inputs left.
         step_ms: first quartile, median and third quartile of the steps of all ranks.
         mean_step_ms: the average step of the whole run.
@@ -82,6 +86,7 @@ class RunAnalysis:
         clock_uncertainty_us: by how much times of different hosts may be wrong; None if unknown.
         run: other facts about the run.
         plans: all bucket plans of the wrapper.
+        history: what happened to the ranks and the samples of the whole run.
     """
 
     module: str
@@ -93,6 +98,7 @@ class RunAnalysis:
     first_detailed_step: int
     figures_from_step: int
     lost_steps: int
+    steps_done_again: int
     steps_without_inputs: int
     step_ms: tuple[float, float, float]
     mean_step_ms: float
@@ -109,6 +115,7 @@ class RunAnalysis:
     clock_uncertainty_us: float | None
     run: Mapping[str, str | int]
     plans: Sequence[PlanSummary]
+    history: RunHistory
 
 
 def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
@@ -117,10 +124,12 @@ def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
     Raises:
         RecordingError: there is no recording, or it cannot be read.
     """
-    return [(run, analyse(run)) for run in wrapper_runs(read_recording(folder))]
+    recordings = read_recording(folder)
+    history = read_history(folder, recordings)
+    return [(run, analyse(run, history)) for run in wrapper_runs(recordings)]
 
 
-def analyse(whole: WrapperRun) -> RunAnalysis:
+def analyse(whole: WrapperRun, history: RunHistory = _NO_HISTORY) -> RunAnalysis:
     """The analysis of one wrapper's run."""
     all_parts = rank_part_times(whole)
     stragglers = find_stragglers(whole, all_parts, quartiles(_step_times(whole))[1])
@@ -142,6 +151,7 @@ def analyse(whole: WrapperRun) -> RunAnalysis:
         first_detailed_step=_first_step(whole),
         figures_from_step=_first_step(run),
         lost_steps=whole.steps_of_kind(StepKind.LOST),
+        steps_done_again=len(whole.done_again),
         steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
         step_ms=_in_ms(step_ns),
         mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
@@ -158,6 +168,7 @@ def analyse(whole: WrapperRun) -> RunAnalysis:
         clock_uncertainty_us=None if run.clock_uncertainty is None else run.clock_uncertainty / 1e3,
         run=_run_facts(run),
         plans=run.plans,
+        history=history,
     )
 
 
@@ -187,7 +198,7 @@ def _facts(
         device=str(run.description["device"]),
         exchange=str(run.description["exchange"]),
         stragglers=stragglers,
-        lost=whole.steps_of_kind(StepKind.LOST) / _detailed_steps(whole),
+        lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / _detailed_steps(whole),
         without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / _detailed_steps(whole),
     )
 
@@ -225,7 +236,7 @@ def _figures(run: WrapperRun, timeline: RankTimeline, parts: PartTimes) -> RankF
     steps = max(1, sum(each[SumColumn.STEPS] for each in timeline.sums))
     return RankFigures(
         rank=timeline.rank,
-        host=str(timeline.description["host"]),
+        host=timeline.host,
         step_ms=_in_ms(quartiles(timeline.step_times[: max(1, len(timeline) - 1)])),
         parts={str(part): spent / 1e6 for part, spent in mean_parts(parts, rows).items()},
         communication_ms=in_flight / 1e6,
@@ -247,7 +258,7 @@ def _first_ready(buckets: Sequence[BucketWait], backward: float) -> float:
 
 def _hosts(run: WrapperRun) -> int:
     """How many machines: by their boots, or as the ranks have found, whichever is more."""
-    boots = {timeline.description["boot"] for timeline in run.timelines}
+    boots = {each["boot"] for timeline in run.timelines for each in timeline.descriptions}
     return max(1, int(run.description["hosts"]), len(boots))
 
 

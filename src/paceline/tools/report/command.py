@@ -1,5 +1,6 @@
 """``paceline report``: summarises a recording in the terminal, and writes the page."""
 
+import contextlib
 import json
 import webbrowser
 from collections.abc import Iterable, Sequence
@@ -11,13 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RecordingError
 from paceline.recording.files import write_file
+from paceline.recording.healings import read_healings
 from paceline.tools.formatting import milliseconds, printable, rank_list
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
 from paceline.tools.report.html_page import html_page
 from paceline.tools.report.last_minute import LastMinute, last_minute
 from paceline.tools.report.perfetto_trace import write_trace
+from paceline.tools.report.run_history import RunHistory
 from paceline.tools.report.tensorboard_scalars import write_scalars
 from paceline.tools.report.wrapper_runs import WrapperRun
 from paceline.watch.rank_page import read_pages
@@ -48,7 +51,7 @@ def report(
     environment.
     """
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    last = last_minute(read_pages(folder)) if folder.is_dir() else None
+    last = _last_minute(folder) if folder.is_dir() else None
     try:
         analysed = analyse_recording(folder)
         written = output or folder / "report.html"
@@ -62,10 +65,20 @@ def report(
     else:
         for _, analysis in analysed:
             _print_summary(analysis, console)
+        _print_history(analysed[0][1].history, console)
     _print_last_minute(last, console)
     console.print(f"page: {_shown(str(written))}")
     if opened:
         webbrowser.open(written.resolve().as_uri())
+
+
+def _last_minute(folder: Path) -> LastMinute | None:
+    """How the run ended; without ranks that had no number any more, because they were not replaced."""
+    pages = read_pages(folder)
+    with contextlib.suppress(RecordingError):  # it is told when all else is read
+        for healing in read_healings(folder)[-1:]:
+            pages = [page for page in pages if page.rank < healing.world]
+    return last_minute(pages)
 
 
 def _write_more(
@@ -88,6 +101,15 @@ def _print_summary(analysis: RunAnalysis, console: Console) -> None:
     console.print(_parts_table(analysis))
     changes = [f"{_shown(each.change)}\n    {_shown(each.evidence)}" for each in analysis.suggestions]
     _print_list("suggestions", changes or ["none: no part of a step stands out"], console)
+
+
+def _print_history(history: RunHistory, console: Console) -> None:
+    """What happened to the ranks and the samples of the run."""
+    if history.healed:
+        console.print(f"\n{_shown(history.healed)}")
+    if history.ledger is not None:
+        colour = "green" if history.ledger.is_right else "red"
+        console.print(f"[{colour}]{_shown(history.samples)}[/{colour}]")
 
 
 def _parts_table(analysis: RunAnalysis) -> Table:

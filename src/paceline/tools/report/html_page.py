@@ -11,6 +11,7 @@ from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.report.analysis import RunAnalysis
 from paceline.tools.report.last_minute import LastMinute
 from paceline.tools.report.page_numbers import COLUMNS, encode, step_columns, sum_columns, tick
+from paceline.tools.report.run_history import RunHistory
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
@@ -30,7 +31,7 @@ def html_page(
         drawn = _drawn(run, analysis)
         last = max(1, share // (len(drawn) * (COLUMNS + len(BucketColumn) * len(run.buckets))))
         unit, start = tick(drawn), min(_first_begin(timeline, last) for timeline in drawn)
-        wrappers.append(_wrapper_data(run, analysis, drawn, last) | {"tick_ms": unit / 1e6})
+        wrappers.append(_wrapper_data(run, analysis, drawn, last, start) | {"tick_ms": unit / 1e6})
         for timeline in drawn:
             columns += [*step_columns(timeline, last, start=start, unit=unit), *sum_columns(timeline)]
     data = {"parts": [str(part) for part in StepPart], "wrappers": wrappers}
@@ -70,14 +71,36 @@ def _first_begin(timeline: RankTimeline, last: int) -> int:
 
 
 def _wrapper_data(
-    run: WrapperRun, analysis: RunAnalysis, drawn: Sequence[RankTimeline], last: int
+    run: WrapperRun, analysis: RunAnalysis, drawn: Sequence[RankTimeline], last: int, start: int
 ) -> dict[str, Any]:
     return {
         **asdict(analysis),
-        "timelines": [
-            {"rank": each.rank, "rows": min(last, len(each)), "sums": len(each.sums)} for each in drawn
-        ],
+        "timelines": [_timeline_data(each, last) for each in drawn],
         "parameter_names": [str(name) for name in run.description["slots"]],
+        "history": _history_data(analysis.history, start=start + int(run.description["epoch"])),
+    }
+
+
+def _timeline_data(timeline: RankTimeline, last: int) -> dict[str, Any]:
+    first = max(0, len(timeline) - last)
+    return {
+        "rank": timeline.rank,
+        "rows": len(timeline) - first,
+        "sums": len(timeline.sums),
+        "last_rows": [row - first for row in timeline.last_rows if row >= first],
+    }
+
+
+def _history_data(history: RunHistory, *, start: int) -> dict[str, Any]:
+    """The history, with each healing's place in the timeline; ``start`` is when that begins."""
+    return {
+        "healed": history.healed,
+        "samples": history.samples,
+        "is_right": history.ledger is None or history.ledger.is_right,
+        "healings": [
+            {"words": words, "from_ms": (each.at - start) / 1e6, "ms": each.seconds * 1e3}
+            for words, each in zip(history.healing_words, history.healings, strict=True)
+        ],
     }
 
 

@@ -63,7 +63,7 @@ def _run_events(
     suffix = f" ({run.module})" if several else ""
     for timeline in run.timelines:
         pid = timeline.rank
-        yield _meta("process_name", pid, 0, f"rank {pid} on {timeline.description['host']}")
+        yield _meta("process_name", pid, 0, f"rank {pid} on {timeline.host}")
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         shift = start - int(run.description["epoch"])
         used = set()
@@ -118,7 +118,7 @@ def _bucket_events(run: WrapperRun, timeline: RankTimeline, row: int, start: int
             arrow = {
                 "name": "ready",
                 "cat": "bucket",
-                "id": f"{timeline.rank}.{step}.{bucket}",
+                "id": f"{timeline.rank}.{row}.{bucket}",  # a step may be there twice
                 "pid": timeline.rank,
             }
             yield {"ph": "s", "tid": _COMPUTE, "ts": (ready - start) / 1e3, **arrow}

@@ -4,7 +4,7 @@ import enum
 import statistics
 from collections.abc import Mapping, Sequence
 
-from paceline.recording.rows import BucketColumn, StepColumn, elapsed
+from paceline.recording.rows import BucketColumn, StepColumn, StepKind, elapsed
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 # Figures of buckets are taken from about this many steps, spread over the timeline.
@@ -59,11 +59,13 @@ def rank_part_times(run: WrapperRun) -> list[PartTimes]:
 
 def _parts(row: Sequence[int], step_time: int, last_backward_ends: Mapping[int, int]) -> tuple[int, ...]:
     (
-        step, _, begin, _, forward_start, buffers_end, forward_end, backward_start, backward_end, all_reduced,
-        end, optimizer_start, optimizer_end, _,
+        step, kind, begin, _, forward_start, buffers_end, forward_end, backward_start, backward_end,
+        all_reduced, end, optimizer_start, optimizer_end, _,
     ) = row  # fmt: skip
     after_backward = elapsed(backward_end, all_reduced)
-    waiting = min(after_backward, elapsed(backward_end, last_backward_ends.get(step, 0)))
+    # What a later generation did in this step again is no matter.
+    last_backward_end = 0 if kind & StepKind.LOST else last_backward_ends.get(step, 0)
+    waiting = min(after_backward, elapsed(backward_end, last_backward_end))
     spent = (
         elapsed(begin, forward_start),
         elapsed(forward_start, buffers_end),

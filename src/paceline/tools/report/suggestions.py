@@ -35,7 +35,7 @@ class RunFacts:
         device: where the module is.
         exchange: how buckets are averaged.
         stragglers: the ranks that others wait for.
-        lost: the share of lost steps.
+        lost: the share of steps that were lost, and not done again.
         without_inputs: the share of steps in which a rank had no inputs left.
     """
 

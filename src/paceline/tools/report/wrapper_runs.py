@@ -1,18 +1,28 @@
 """Puts the recordings of single ranks together: one run per wrapper, with one timeline per rank.
 
 A timeline has the steps of the bucket plan that most steps had. All times are on the clock of the first
-rank's host.
+rank's host. See Note [Runs that were healed] for runs whose ranks were replaced.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
 from paceline.errors import RecordingError
 from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
+from paceline.tools.report.generations import (
+    PlanSummary,
+    done_again_from,
+    generation_of,
+    later_plans,
+    main_recordings,
+    mark_lost,
+    recorded_plans,
+)
 from paceline.tools.report.host_clocks import SAME_CLOCK, ClockOffset, clock_offsets, host_key
 
 _NOT_TIMES = (StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT)
@@ -23,21 +33,28 @@ class RankTimeline:
     """The steps that one rank did with one bucket plan.
 
     Attributes:
-        description: what the rank wrote about itself; see ``PlanRecording``.
+        descriptions: what the rank wrote about itself with each of its plans; see ``PlanRecording``.
         columns: the columns of ``StepColumn``, then ``BucketColumn`` for each bucket.
         sums: sums over blocks of all steps, whatever their plan.
-        clock: what was added to the rank's own times.
+        clocks: what was added to the rank's own times, with each of its plans.
+        last_rows: the last row of each generation; the next row's step did not follow at once.
     """
 
-    description: Mapping[str, Any]
+    descriptions: Sequence[Mapping[str, Any]]
     columns: Sequence[Sequence[int]]
     sums: Sequence[Sequence[int]]
-    clock: ClockOffset
+    clocks: Sequence[ClockOffset]
+    last_rows: Sequence[int]
 
     @property
     def rank(self) -> int:
         """The global rank of the process."""
-        return int(self.description["rank"])
+        return int(self.descriptions[0]["rank"])
+
+    @property
+    def host(self) -> str:
+        """The name of its host; if a process on another host took its place, the names of both."""
+        return ", ".join(dict.fromkeys(str(each["host"]) for each in self.descriptions))
 
     def __len__(self) -> int:
         return len(self.columns[StepColumn.STEP])
@@ -52,26 +69,20 @@ class RankTimeline:
     def from_step(self, step: int) -> "RankTimeline":
         """The timeline without the steps before this one."""
         first = next((row for row, each in enumerate(self[StepColumn.STEP]) if each >= step), len(self))
-        return self if first == 0 else replace(self, columns=[column[first:] for column in self.columns])
+        if first == 0:
+            return self
+        columns = [column[first:] for column in self.columns]
+        last_rows = [row - first for row in self.last_rows if row >= first]
+        return replace(self, columns=columns, last_rows=last_rows)
 
     @cached_property
     def step_times(self) -> Sequence[int]:
-        """From each step's begin to the next one's; for the last step, to its own end."""
+        """From each step's begin to the next one's; for the last step of a generation, to its own end."""
         begins = self[StepColumn.BEGIN]
-        if not begins:
-            return []
-        ends = [*begins[1:], max(self[StepColumn.END][-1], self[StepColumn.OPTIMIZER_END][-1])]
-        return [max(0, end - begin) for begin, end in zip(begins, ends, strict=True)]
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """A bucket plan that the wrapper had: its number, how many steps and buckets, and how it averaged."""
-
-    number: int
-    steps: int
-    buckets: int
-    exchange: str
+        ends = [*begins[1:], 0]
+        for row in self.last_rows:
+            ends[row] = max(self[StepColumn.END][row], self[StepColumn.OPTIMIZER_END][row])
+        return [max(0, end - begin) for begin, end in zip(begins, ends, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,8 @@ class WrapperRun:
         timelines: of each rank, the steps with the plan that most steps had.
         plans: all plans of the wrapper.
         missing: ranks of the group that recorded nothing.
+        done_again: the steps that were lost, and that a later generation did again.
+        description: what the first rank wrote about itself, when it began with the plan.
     """
 
     module: str
@@ -91,11 +104,8 @@ class WrapperRun:
     timelines: Sequence[RankTimeline]
     plans: Sequence[PlanSummary]
     missing: Sequence[int]
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """What the first rank wrote about itself."""
-        return self.timelines[0].description
+    done_again: Collection[int]
+    description: Mapping[str, Any]
 
     @property
     def buckets(self) -> Sequence[Mapping[str, Any]]:
@@ -105,7 +115,7 @@ class WrapperRun:
     @property
     def clock_uncertainty(self) -> int | None:
         """How many nanoseconds a difference between two ranks' times may be wrong; None if unknown."""
-        known = [timeline.clock.uncertainty for timeline in self.timelines]
+        known = [clock.uncertainty for timeline in self.timelines for clock in timeline.clocks]
         return None if None in known else max(each for each in known if each is not None)
 
     @cached_property
@@ -132,11 +142,12 @@ class WrapperRun:
 
     @cached_property
     def last_backward_ends(self) -> Mapping[int, int]:
-        """When the slowest rank ended its backward, by step."""
+        """When the slowest rank ended its backward, by step; without steps that were lost."""
         last: dict[int, int] = {}
+        columns = (StepColumn.STEP, StepColumn.KIND, StepColumn.BACKWARD_END)
         for timeline in self.timelines:
-            for step, end in zip(timeline[StepColumn.STEP], timeline[StepColumn.BACKWARD_END], strict=True):
-                if end > last.get(step, 0):
+            for step, kind, end in zip(*(timeline[column] for column in columns), strict=True):
+                if end > last.get(step, 0) and not kind & StepKind.LOST:
                     last[step] = end
         return last
 
@@ -160,13 +171,16 @@ class WrapperRun:
         return len(steps)
 
 
-def wrapper_runs(recordings: Iterable[PlanRecording]) -> list[WrapperRun]:
+def wrapper_runs(recordings: Sequence[PlanRecording]) -> list[WrapperRun]:
     """One run per wrapper, the one that took most time first.
 
     Raises:
         RecordingError: no step was recorded.
     """
-    runs = [wrapper_run(each) for each in _by_wrapper(recordings)]
+    of_all_groups: dict[tuple[str, int], list[PlanRecording]] = defaultdict(list)
+    for each in recordings:
+        of_all_groups[_wrapper_key(each)].append(each)
+    runs = [wrapper_run(own, of_all_groups[_wrapper_key(own[0])]) for own in _by_wrapper(recordings)]
     if not any(len(timeline) for run in runs for timeline in run.timelines):
         raise RecordingError(
             "no step was recorded: the ranks ended before their first synchronised backward did"
@@ -177,49 +191,84 @@ def wrapper_runs(recordings: Iterable[PlanRecording]) -> list[WrapperRun]:
 
 def _by_wrapper(recordings: Iterable[PlanRecording]) -> list[list[PlanRecording]]:
     """The recordings of each wrapper; its ranks may have numbered their wrappers differently."""
-    by_rank: dict[tuple[int, int], list[PlanRecording]] = defaultdict(list)
-    for recording in recordings:
-        by_rank[recording.rank, recording.wrapper].append(recording)
+    by_rank: dict[tuple[Any, ...], list[PlanRecording]] = defaultdict(list)
+    for each in recordings:
+        key = (tuple(each.description["group"]), str(each.description["module"]))
+        by_rank[each.rank, each.wrapper, *key].append(each)
     seen: Counter[tuple[Any, ...]] = Counter()
     together: dict[tuple[Any, ...], list[PlanRecording]] = defaultdict(list)
-    for (rank, _), own in sorted(by_rank.items()):
-        key = (tuple(own[0].description["group"]), str(own[0].description["module"]))
-        together[*key, seen[rank, key]].extend(own)
-        seen[rank, key] += 1
+    for (rank, _, *rest), own in sorted(by_rank.items()):
+        key = (rank, *rest)
+        together[*rest, seen[key]].extend(own)
+        seen[key] += 1
     return list(together.values())
 
 
-def wrapper_run(recordings: Sequence[PlanRecording]) -> WrapperRun:
-    """The run of one wrapper, from the recordings of its ranks and plans."""
-    steps: Counter[int] = Counter()
-    for each in recordings:
-        steps[each.plan] = max(steps[each.plan], each.written)
-    plan = max(steps, key=lambda number: (steps[number], -number))
-    main = [each for each in recordings if each.plan == plan and each.rows]
-    if not main:
-        main = [each for each in recordings if each.plan == plan]
-    description = main[0].description
-    # A folder that was used twice may hold files of a run that had more ranks.
-    main = [each for each in main if len(each.description["buckets"]) == len(description["buckets"])]
-    sums: dict[int, list[Sequence[int]]] = defaultdict(list)
-    for each in recordings:
-        sums[each.rank] += each.sums
+def _wrapper_key(recording: PlanRecording) -> tuple[str, int]:
+    return str(recording.description["module"]), recording.wrapper
+
+
+def wrapper_run(
+    recordings: Sequence[PlanRecording], of_all_groups: Sequence[PlanRecording] = ()
+) -> WrapperRun:
+    """The run of one wrapper, from the recordings of its ranks and plans.
+
+    Args:
+        recordings: the recordings, all of one group of ranks.
+        of_all_groups: also those of other groups, with which the wrapper has done lost steps again.
+    """
+    again = done_again_from([*recordings, *of_all_groups])
+    recordings = [mark_lost(each, again[generation_of(each.plan)]) for each in recordings]
+    plans = recorded_plans(recordings)
+    main = main_recordings(plans)
     clocks = clock_offsets(main)
+    shown = [each for each in (*main, *later_plans(recordings, main)) if host_key(each) in clocks]
+    by_rank, all_by_rank = _by_rank(shown), _by_rank(recordings)
+    description = main[0].description
     return WrapperRun(
         module=str(description["module"]),
         group=list(description["group"]),
-        timelines=[_timeline(each, sums[each.rank], clocks[host_key(each)]) for each in main],
-        plans=[_plan_summary(recordings, number, steps[number]) for number in sorted(steps)],
-        missing=sorted(set(description["group"]) - {each.rank for each in main}),
+        timelines=[_timeline(own, all_by_rank[rank], clocks) for rank, own in by_rank.items()],
+        plans=[plan.summary for plan in plans],
+        missing=sorted(set(description["group"]) - by_rank.keys()),
+        done_again={
+            row[StepColumn.STEP]
+            for each in shown
+            for row in each.rows
+            if row[StepColumn.STEP] >= again[generation_of(each.plan)]
+        },
+        description=description,
     )
 
 
-def _plan_summary(recordings: Sequence[PlanRecording], number: int, steps: int) -> PlanSummary:
-    description = next(each.description for each in recordings if each.plan == number)
-    return PlanSummary(number, steps, len(description["buckets"]), str(description["exchange"]))
+def _by_rank(recordings: Iterable[PlanRecording]) -> dict[int, list[PlanRecording]]:
+    """The recordings of each rank, by plan."""
+    by_rank: dict[int, list[PlanRecording]] = defaultdict(list)
+    for each in sorted(recordings, key=lambda each: (each.rank, each.plan)):
+        by_rank[each.rank].append(each)
+    return by_rank
 
 
-def _timeline(recording: PlanRecording, sums: Sequence[Sequence[int]], clock: ClockOffset) -> RankTimeline:
+def _timeline(
+    own: Sequence[PlanRecording], of_all_plans: Iterable[PlanRecording], clocks: Mapping[str, ClockOffset]
+) -> RankTimeline:
+    own_clocks = [clocks[host_key(each)] for each in own]
+    parts = [_columns(each, clock) for each, clock in zip(own, own_clocks, strict=True)]
+    last_rows = {
+        generation_of(each.plan): end - 1
+        for each, end in zip(own, accumulate(len(each.rows) for each in own), strict=True)
+        if end
+    }
+    return RankTimeline(
+        descriptions=[each.description for each in own],
+        columns=[list(chain(*column)) for column in zip(*parts, strict=True)],
+        sums=[block for each in of_all_plans for block in each.sums],
+        clocks=own_clocks,
+        last_rows=list(last_rows.values()),
+    )
+
+
+def _columns(recording: PlanRecording, clock: ClockOffset) -> list[Sequence[int]]:
     width = row_width(len(recording.description["buckets"]))
     columns: list[Sequence[int]] = [list(each) for each in zip(*recording.rows, strict=True)] or [[]] * width
     if clock is not SAME_CLOCK:
@@ -227,7 +276,7 @@ def _timeline(recording: PlanRecording, sums: Sequence[Sequence[int]], clock: Cl
         for index, column in enumerate(columns):
             if _is_time(index):
                 columns[index] = [time and time + more for time, more in zip(column, offsets, strict=True)]
-    return RankTimeline(recording.description, columns, sums, clock)
+    return columns
 
 
 def _is_time(column: int) -> bool:

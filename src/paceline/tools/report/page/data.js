@@ -37,9 +37,10 @@ class Columns {
 
 // The steps of one rank. Times are milliseconds since the first step of all ranks, NaN for what did not happen.
 class DrawnRank {
-  constructor(columns, { rank, rows, sums }, buckets, tick) {
+  constructor(columns, { rank, rows, sums, last_rows: lastRows }, buckets, tick) {
     this.rank = rank;
     this.length = rows;
+    this.lastRows = new Set(lastRows);
     this.tick = tick;
     this.steps = columns.next(rows);
     this.kinds = columns.next(rows);
@@ -61,9 +62,9 @@ class DrawnRank {
     return this.at(this.times[name], row);
   }
 
-  // When a step ends: when the next one begins; for the last step, when its last part ends.
+  // When a step ends: when the next one begins; for the last step of a generation, when its last part ends.
   finish(row) {
-    if (row + 1 < this.length) return this.begins[row + 1];
+    if (!this.lastRows.has(row)) return this.begins[row + 1];
     const ends = [this.begins[row], this.time("end", row), this.time("optimizerEnd", row)];
     return Math.max(...ends.filter((each) => !Number.isNaN(each)));
   }
@@ -88,11 +89,13 @@ class DrawnRun {
     for (const rank of this.ranks) {
       for (let row = 0; row < rank.length; row++) {
         const step = rank.steps[row], end = rank.time("backwardEnd", row);
+        if (isLost(rank.kinds[row])) continue;
         if (!(this.lastBackwardEnds.get(step) >= end)) this.lastBackwardEnds.set(step, end);
       }
     }
     this.start = Math.min(...this.ranks.map((rank) => rank.begins[0]));
     this.end = Math.max(...this.ranks.map((rank) => rank.finish(rank.length - 1)));
+    this.healings = wrapper.history.healings.map(({ words, from_ms: from, ms }) => ({ words, from, to: from + ms }));
   }
 
   // The parts of a step, as [index of the part, from, to].
@@ -102,7 +105,8 @@ class DrawnRun {
     const computeStart = buffersEnd > forwardStart ? buffersEnd : forwardStart, forwardEnd = at("forwardEnd");
     const backwardStart = at("backwardStart"), backwardEnd = at("backwardEnd");
     const allReduced = at("allReduced"), end = at("end");
-    const waitEnd = Math.min(allReduced, Math.max(backwardEnd, this.lastBackwardEnds.get(rank.steps[row])));
+    const lastBackwardEnd = isLost(rank.kinds[row]) ? backwardEnd : this.lastBackwardEnds.get(rank.steps[row]);
+    const waitEnd = Math.min(allReduced, Math.max(backwardEnd, lastBackwardEnd));
     const optimizerStart = at("optimizerStart"), optimizerEnd = at("optimizerEnd");
     return [
       [ACCUMULATION, begin, forwardStart], [BUFFERS, forwardStart, buffersEnd], [FORWARD, computeStart, forwardEnd],

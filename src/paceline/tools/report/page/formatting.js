@@ -60,8 +60,10 @@ function median(values) {
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
 
+const isLost = (kind) => Boolean(kind & 2);
+
 function kindNote(kind) {
-  return kind & 2 ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
+  return isLost(kind) ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
 }
 
 function showTip(lines, x, y) {

@@ -26,7 +26,7 @@ function colours() {
     font: getComputedStyle(document.body).fontFamily,
     ink: read("ink"), muted: read("muted"), line: read("line"), alarm: read("alarm"), quiet: read("quiet"),
     veil: read("veil"), bucket: read("bucket"), bucketInk: read("bucket-ink"), lineSoft: read("line-soft"),
-    lineStrong: read("line-strong"),
+    lineStrong: read("line-strong"), healing: read("healing"), healingSoft: read("healing-soft"),
   };
 }
 
@@ -35,9 +35,15 @@ const timeline = new Timeline($("timeline"), $("overview"), {
 });
 let plots = [];
 
-// Below the timeline: the parts of the step in the middle of the view.
+// Below the timeline: the parts of the step in the middle of the view, or what happened between two steps.
 function read() {
-  const [rank, row] = timeline.middle();
+  const [rank, row, time] = timeline.middle();
+  if (time > rank.finish(row)) {
+    const healed = timeline.run.healings.filter((each) => touches(each, { from: time, to: time }));
+    const words = healed.map((each) => `healed: ${each.words}`);
+    $("reading").textContent = [`rank ${rank.rank}, after step ${number(rank.steps[row])}`, ...words].join("; ");
+    return;
+  }
   const spent = new Array(PARTS).fill(0);
   for (const [part, from, to] of timeline.run.segments(rank, row)) spent[part] += to - from;
   const parts = report.parts.map((part, i) => [part, spent[i]]).filter(([, ms]) => ms > 0)
@@ -72,6 +78,21 @@ function goTo(step) {
   timeline.move(view.from, view.to);
 }
 
+function showHealing(index) {
+  const { from, to } = timeline.run.healings[index];
+  const margin = Math.max(to - from, 3 * report.wrappers[state.wrapper].step_ms[1]);
+  timeline.move(from - margin, to + margin);
+}
+
+// Those that were before the first step in the timeline, or after the last one, cannot be shown.
+function offerHealings(run) {
+  const margin = (run.end - run.start) * 0.02, shown = { from: run.start - margin, to: run.end + margin };
+  document.querySelectorAll("#healings button").forEach((button, i) => {
+    button.disabled = !touches(run.healings[i], shown);
+    button.onclick = () => showHealing(i);
+  });
+}
+
 function draw() {
   const wrapper = report.wrappers[state.wrapper], run = state.runs[state.wrapper];
   const straggler = wrapper.stragglers.find((each) => each.last_step === null) ?? wrapper.stragglers[0];
@@ -81,6 +102,7 @@ function draw() {
   since.title = "The first step in which the straggler is late";
   state.straggler = straggler;
   timeline.show(wrapper, run);
+  offerHealings(run);
   for (const plot of plots) plot.show(run, straggler);
 }
 
@@ -199,7 +221,9 @@ function offerWrappers() {
   if (report.wrappers.length < 2) return;
   $("wrappers").hidden = false;
   $("wrappers").append(...report.wrappers.map((wrapper, i) => {
-    const button = make("button", { type: "button", "aria-pressed": i === 0 }, wrapper.module);
+    const isUnique = report.wrappers.filter(({ module }) => module === wrapper.module).length === 1;
+    const name = isUnique ? wrapper.module : `${wrapper.module} on ${plural(wrapper.group.length, "rank")}`;
+    const button = make("button", { type: "button", "aria-pressed": i === 0 }, name);
     button.addEventListener("click", () => choose(i));
     return button;
   }));

@@ -52,7 +52,9 @@ function writeFigures(wrapper) {
 
 function stepNote(wrapper) {
   const notes = [`${number(wrapper.detailed_steps)} of them recorded in detail`];
-  if (wrapper.lost_steps) notes.push(`${number(wrapper.lost_steps)} lost because of an error`);
+  const lost = wrapper.lost_steps - wrapper.steps_done_again;
+  if (lost) notes.push(`${number(lost)} lost because of an error`);
+  if (wrapper.steps_done_again) notes.push(`${number(wrapper.steps_done_again)} lost and done again`);
   if (wrapper.steps_without_inputs) notes.push(`in ${number(wrapper.steps_without_inputs)} a rank had no inputs left`);
   return notes.join("; ");
 }
@@ -185,9 +187,20 @@ function scopeText(wrapper) {
   return texts.join(" ");
 }
 
+function writeHistory({ healed, samples, is_right: isRight, healings }) {
+  const texts = [];
+  if (healed) texts.push(make("p", {}, healed));
+  if (samples) texts.push(make("p", { class: isRight ? "" : "alarm" }, samples));
+  $("history").replaceChildren(...texts);
+  $("healings").hidden = !healings.length;
+  const buttons = healings.map(({ words }) => make("li", {}, make("button", { type: "button" }, words)));
+  $("healings").querySelector("ul").replaceChildren(...buttons);
+}
+
 function writeTexts(wrapper) {
   $("summary").textContent = wrapper.summary;
   $("scope").textContent = scopeText(wrapper);
+  writeHistory(wrapper.history);
   writeWhere(wrapper);
   writeFigures(wrapper);
   writeStragglers(wrapper);

@@ -22,6 +22,9 @@ function fit(canvas, height) {
   return context;
 }
 
+// Whether a period is in another one, if only in part.
+const touches = ({ from, to }, other) => from <= other.to && to >= other.from;
+
 // The distance of an axis's marks: a round number.
 function spacing(span, most) {
   const rough = span / Math.max(1, most), power = 10 ** Math.floor(Math.log10(rough));
@@ -90,8 +93,8 @@ class Timeline {
   }
 
   middle() {
-    const rank = this.run.ranks[this.chosen];
-    return [rank, rank.rowAt((this.view.from + this.view.to) / 2)];
+    const rank = this.run.ranks[this.chosen], time = (this.view.from + this.view.to) / 2;
+    return [rank, rank.rowAt(time), time];
   }
 
   redraw() {
@@ -103,9 +106,12 @@ class Timeline {
     this.canvas.dataset.to = to.toFixed(4);
     this.canvas.dataset.detail = fine ? "steps" : "shares";
     const [fromStep, toStep] = [first.steps[first.rowAt(from)], first.steps[first.rowAt(to)]];
+    const healed = this.run.healings.filter((each) => touches(each, this.view)).map(({ words }) => words);
+    const note = healed.length ? `, healed here: ${healed.slice(0, 3).join("; ")}` : "";
     this.canvas.setAttribute("aria-label",
-      `Timeline of ${ranks.length} ranks, ${duration(to - from)} wide, steps ${fromStep} to ${toStep}`);
+      `Timeline of ${ranks.length} ranks, ${duration(to - from)} wide, steps ${fromStep} to ${toStep}${note}`);
     this.drawAxis(context, width);
+    this.drawHealings(context);
     ranks.forEach((each, lane) => {
       const top = AXIS + lane * (this.lane + GAP);
       this.drawLabel(context, each, lane, top);
@@ -133,6 +139,18 @@ class Timeline {
         context.fillStyle = this.colours.muted;
         context.fillText(label, x + 4, AXIS / 2);
       }
+    }
+  }
+
+  // A band from when a loss was seen until training went on, with a mark on the axis.
+  drawHealings(context) {
+    for (const each of this.run.healings.filter((healing) => touches(healing, this.view))) {
+      const left = Math.max(GUTTER, this.x(each.from)), wide = Math.max(2, this.x(each.to) - left);
+      context.fillStyle = this.colours.healingSoft;
+      context.fillRect(left, AXIS, wide, this.height - AXIS);
+      context.fillStyle = this.colours.healing;
+      context.fillRect(left, 0, 2, this.height);
+      context.fillRect(left, AXIS - 5, wide, 5);
     }
   }
 
@@ -222,6 +240,7 @@ class Timeline {
       const start = this.timeAt(x), end = this.timeAt(x + wide);
       if (end < rank.begins[0] || start > this.run.end) continue;
       const first = rank.rowAt(start), last = Math.max(first + 1, rank.rowAt(end));
+      if (start > rank.finish(first) && last === first + 1) continue;
       let whole = 0;
       for (const total of totals) whole += total[last] - total[first];
       let y = top;
@@ -252,6 +271,10 @@ class Timeline {
       const high = Math.min(1, value / this.longest.top) * (height - 4);
       context.fillRect(GUTTER + x, height - high, 1, high);
     });
+    context.fillStyle = this.colours.healing;
+    for (const { from } of this.run.healings.filter((each) => touches(each, { from: start, to: end }))) {
+      context.fillRect(GUTTER + Math.max(0, from - start) * scale, 0, 2, height);
+    }
     const left = Math.max(GUTTER, GUTTER + (this.view.from - start) * scale);
     const wide = Math.max(3, Math.min(width, GUTTER + (this.view.to - start) * scale) - left);
     context.fillStyle = this.colours.veil;
@@ -267,10 +290,21 @@ class Timeline {
 
   // What is at a point, as lines of text.
   describe(x, y) {
+    if (x < GUTTER) return null;
+    const lines = [...this.describeStep(x, y), ...this.describeHealings(x)];
+    return lines.length ? lines : null;
+  }
+
+  describeHealings(x) {
+    const near = { from: this.timeAt(x - 4), to: this.timeAt(x + 4) };
+    return this.run.healings.filter((each) => touches(each, near)).map(({ words }) => `healed: ${words}`);
+  }
+
+  describeStep(x, y) {
     const lane = Math.floor((y - AXIS) / (this.lane + GAP)), rank = this.run.ranks[lane];
-    if (!rank || x < GUTTER || y < AXIS) return null;
+    if (!rank || y < AXIS) return [];
     const time = this.timeAt(x), row = rank.rowAt(time);
-    if (time < rank.begins[0] || time > this.run.end) return null;
+    if (time < rank.begins[0] || time > rank.finish(row)) return [];
     const lines = [`rank ${rank.rank}, step ${number(rank.steps[row])}${kindNote(rank.kinds[row])}`];
     const isBelow = y - AXIS - lane * (this.lane + GAP) > this.lane * 0.6;
     if (isBelow) lines.push(...this.describeBuckets(rank, row, time));
