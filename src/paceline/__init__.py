@@ -33,6 +33,7 @@ from paceline.errors import (
     OptionError,
     PacelineError,
     PeerError,
+    ReplacedError,
     SamplesError,
     ShapeError,
     ShardError,
@@ -48,6 +49,7 @@ from paceline.errors import (
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.launch import launch
 from paceline.torch_private import warn_if_newer as _warn_if_newer
+from paceline.training.run import Run
 from paceline.training.saving import load, save
 from paceline.training.state import TrainingState
 
@@ -82,6 +84,8 @@ __all__ = [
     "OptionError",
     "PacelineError",
     "PeerError",
+    "ReplacedError",
+    "Run",
     "SamplesError",
     "ShapeError",
     "ShardError",

@@ -25,6 +25,7 @@ The tree, with the built-in types beside::
     │   ├── WeightsError                     contributions weighed on some ranks only
     │   ├── MispairedError                   ranks that would average gradients of different steps
     │   ├── ReplicaError                     replicas that differ; names the tensor and the rank
+    │   ├── ReplacedError                    this rank was given up, and the others went on without it
     │   └── StrictError                      in strict mode: what torch's wrapper would not do
     ├── CollectiveError (RuntimeError)       a collective in shared memory that could not be finished
     │   ├── LostRankError                    because ranks have ended; names them
@@ -154,6 +155,10 @@ class MispairedError(StepError):
 
 class ReplicaError(StepError):
     """Replicas differ; the message names what differs, on which ranks, and since when."""
+
+
+class ReplacedError(StepError):
+    """This rank was given up, because others had waited for it too long, and they go on without it."""
 
 
 class StrictError(StepError):

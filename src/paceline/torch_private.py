@@ -396,6 +396,21 @@ def timeout_of(process_group: Any) -> timedelta:
     return timeout
 
 
+def name_groups_anew() -> None:
+    """Have the next default group named as the first one, after one that could not be opened.
+
+    Ranks meet under the group's name, which is its number. Without it they would never meet again.
+    """
+    _c10d._world.group_count = 0
+
+
+def set_timeout(process_group: Any, timeout: timedelta) -> None:
+    """Change how long ranks wait for each other. Without it: as long as the group was given."""
+    setter = getattr(_c10d, "_set_pg_timeout", None)
+    if setter is not None:
+        setter(timeout, process_group)
+
+
 def gloo_threads_of(process_group: Any) -> int:
     """The number of gloo's threads, for the logging data. Without it: 0 there."""
     options = _backend_options(process_group)
@@ -633,10 +648,22 @@ ATTRIBUTES = (
     ),
     PrivateAttribute(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
-        "_start_workers _stop_workers _restart_workers _monitor_workers _shutdown _pcontext _rdzv_handler "
-        "_remaining_restarts",
+        "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _shutdown _pcontext "
+        "_rdzv_handler _remaining_restarts",
         "tools/run/agent.py",
         "called or overridden by our agent to know the ranks' processes; without them paceline run fails",
+    ),
+    PrivateAttribute(
+        "torch",
+        "_dynamo",
+        "tools/run/worker.py",
+        "imported by the first optimizer, which takes a second; without it a spare is slower by that",
+    ),
+    PrivateAttribute(
+        "torch.distributed.elastic.multiprocessing.api.SubprocessContext",
+        "_running_local_ranks",
+        "tools/run/healer.py",
+        "the ranks whose ends the agent looks for; without it a run cannot go on without a lost rank",
     ),
     PrivateAttribute(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",

@@ -37,9 +37,10 @@ def paceline(
     folder: Path,
     sends: Sequence[tuple[str, signal.Signals]] = (),
     timeout: float = TIMEOUT,
+    environment: Mapping[str, str] | None = None,
 ) -> Ran:
     """Run ``paceline`` in ``folder``; each signal is sent once its text has appeared."""
-    [ran] = run_ranks(in_rank, 1, args=(arguments, folder, sends), backend=None, timeout=timeout)
+    [ran] = run_ranks(in_rank, 1, args=(arguments, folder, sends, environment), backend=None, timeout=timeout)
     assert isinstance(ran, Ran)
     return ran
 
@@ -54,7 +55,6 @@ def in_rank(
     arguments: Sequence[str],
     folder: Path,
     sends: Sequence[tuple[str, signal.Signals]] = (),
-    *,
     environment: Mapping[str, str] | None = None,
 ) -> Ran:
     """The same, from a rank that may have prepared what the command is to find."""

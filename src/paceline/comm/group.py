@@ -18,6 +18,7 @@ from paceline import torch_private
 from paceline.comm import python_groups
 from paceline.comm.backend.process_group import PacelineGroup
 from paceline.comm.host_leaders import HostLeaders
+from paceline.comm.membership import own_membership
 from paceline.comm.peer_notes import PeerNotes
 from paceline.comm.pending import ChunksPending, NothingPending, OnSlow, Pending, ThenPending, WorkPending
 from paceline.comm.shm.collectives import Scaling
@@ -125,6 +126,17 @@ class Group:
         if self.process_group not in _peers:
             _peers[self.process_group] = Peers(self._store, self.global_ranks, own)
         return _peers[self.process_group]
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether this rank is alone only until it meets the others of a run that is healed."""
+        membership = own_membership()
+        return membership is not None and membership.roster is None
+
+    def check_current(self) -> None:
+        """Raise if the ranks of a run that is healed have gone on in another group."""
+        if (membership := own_membership()) is not None:
+            membership.check_current()
 
     @property
     def backend(self) -> str:

@@ -15,6 +15,7 @@ from paceline.comm.backend.process_group import NAME
 from paceline.comm.launcher_claims import Launcher
 from paceline.comm.launchers import LaunchedWorld, find_world, where_ranks_wait
 from paceline.comm.meeting import Meeting, tell_waiting_ranks
+from paceline.comm.membership import Membership, own_membership
 from paceline.errors import DeviceError, FellApartError, OptionError, WorldError
 from paceline.tensors.devices import CPU, accelerator_type, all_accelerators, current_device
 
@@ -53,6 +54,8 @@ def init(*, backend: str | None = None, timeout: timedelta | None = None) -> Lau
     rank the current device, sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
     and says on rank 0 what it found. If the group is open already, it is taken as it is.
 
+    Under ``paceline run --heal`` the group has this rank alone, until ``paceline.Run`` meets the others.
+
     Args:
         backend: as in ``init_process_group``. By default, ``"cpu:paceline"`` without an accelerator, and
             otherwise gloo with the accelerator's own.
@@ -66,6 +69,8 @@ def init(*, backend: str | None = None, timeout: timedelta | None = None) -> Lau
     _check_timeout(timeout)
     if distributed.is_initialized():
         return _take_open_group(backend)
+    if (membership := own_membership()) is not None:
+        return _open_alone(membership, backend, timeout)
     world = _find_world()
     limit = timeout or distributed.constants.default_pg_timeout
     world, store, device = _meet(world, limit)
@@ -79,6 +84,19 @@ def init(*, backend: str | None = None, timeout: timedelta | None = None) -> Lau
         sys.stderr.flush()
     assert world.local_rank is not None
     return LaunchedRank(world.rank, world.size, world.local_rank, device, world.launcher.value)
+
+
+def _open_alone(membership: Membership, backend: str | None, timeout: timedelta | None) -> LaunchedRank:
+    """In a run that is healed, a rank is alone until ``paceline.Run`` meets the others.
+
+    A rank that takes another's place comes while the others train, and they wait for it in ``Run`` only.
+    """
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, problem = _choose_device(local_rank)
+    if problem is not None:
+        raise DeviceError(problem)
+    membership.open_alone(backend or _backend_for(device), timeout)
+    return LaunchedRank(rank, size, local_rank, device, "paceline run --heal")
 
 
 def _find_world() -> LaunchedWorld:

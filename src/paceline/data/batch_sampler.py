@@ -1,5 +1,6 @@
 """A batch sampler whose steps have the same samples for every number of ranks."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -52,8 +53,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             group = choose(process_group, None)
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank
-        self.shards = ShardTree(shards).share(rank, num_replicas)
         self._all_shards = shards
+        self.share_among(num_replicas, rank)
         if batch_size < shards:
             raise OptionError(
                 f"each shard needs a sample in every step (batch_size: {batch_size}, shards: {shards})"
@@ -67,6 +68,20 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._epoch = 0
         self._loaded: EpochProgress | None = None
         self._iterator: StepIterator | None = None
+
+    @property
+    def all_shards(self) -> int:
+        """The number of shards of a step."""
+        return self._all_shards
+
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples an epoch has."""
+        return self._length
+
+    def share_among(self, ranks: int, rank: int) -> None:
+        """From the next iteration on, give the samples of another share of the shards."""
+        self.shards = ShardTree(self._all_shards).share(rank, ranks)
 
     @property
     def epoch(self) -> int:
@@ -113,6 +128,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._loaded, self._iterator = progress, None
         self.seed, self._epoch = progress.seed, progress.epoch
 
+    def given_samples(self) -> dict[int, list[int]]:
+        """The samples of the batch that a data loader has given last, by this rank's shards."""
+        given = [] if self._iterator is None else self._iterator.last_given()
+        rows = split_rows(len(given), len(self.shards))
+        return {shard: given[own.start : own.stop] for shard, own in zip(self.shards, rows, strict=True)}
+
     def _started(self, iterator: "StepIterator") -> None:
         # Not when the iterator is made: loaders make some that they never use, and then another.
         self._loaded = None
@@ -148,6 +169,8 @@ class StepIterator(KnowsGiven, Iterator[list[int]]):
         self.split = sampler._split(start)
         self._taken = 0
         self._recent = RecentSamples()
+        # Those that the loader has taken and not given yet, and the last one that it has given.
+        self._ahead: deque[list[int]] = deque()
         steps = map(self.split.positions, range(self.split.steps))
         self._batches = samples_at(start, map(sampler._own, steps))
 
@@ -156,9 +179,20 @@ class StepIterator(KnowsGiven, Iterator[list[int]]):
             self._sampler._started(self)
         batch = next(self._batches)
         self._taken += 1
+        self._ahead.append(batch)
+        self._forget_given()
         for index in batch:
             self._recent.add(index)
         return batch
+
+    def last_given(self) -> list[int]:
+        """The samples of the batch that the loader has given last."""
+        self._forget_given()
+        return self._ahead[0] if self.given else []
+
+    def _forget_given(self) -> None:
+        while len(self._ahead) > self._taken - self.given + 1:
+            self._ahead.popleft()
 
     def progress(self, steps: int | None) -> EpochProgress:
         """How far the epoch has come after that many steps; by default those that a loader has given."""

@@ -27,6 +27,8 @@ from paceline.tensors import tree as structures
 
 # How many threads each rank calculates with: a sum over several threads has other last bits.
 THREADS_VARIABLE = "PACELINE_SHARD_THREADS"
+# Stands for a shard's number where random numbers belong to a step.
+_NO_SHARD = 2**64 - 1
 
 
 @dataclass
@@ -77,6 +79,16 @@ class Shards:
         self._running: Callable[[], Generator[Any, None, None] | None] = lambda: None
 
     @property
+    def seed(self) -> int:
+        """What the random numbers of all shards depend on."""
+        return self._progress.seed
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, counted from the start of the training."""
+        return self._progress.step
+
+    @property
     def count(self) -> int:
         """The number of shards of a step, on all ranks together."""
         return self._sums.tree.shards
@@ -99,6 +111,19 @@ class Shards:
                 f"(shards: {self.count}, in the state: {state['shards']})"
             )
         self._progress.seed, self._progress.step = int(state["seed"]), int(state["step"])
+
+    def at_step(self, step: int) -> None:
+        """Begin again with a step that was lost, or with a later one; a loop that is open ends."""
+        if (running := self._running()) is not None:
+            running.close()
+        self._progress.step = step
+
+    def share_buffers(self) -> None:
+        """Give all ranks the module buffers that shard 0 has left, as the next forward would."""
+        if self._buffers.any:
+            self._reducer.context.end_buffer_watch()
+            self._sync_buffers()
+            self._reducer.context.begin_buffer_watch()
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of one step.
@@ -228,6 +253,17 @@ def seed_all(seed: int, step: int, shard: int, device: torch.device) -> None:
         numpy.random.seed(mixed & 0xFFFFFFFF)
 
 
+@contextlib.contextmanager
+def random_numbers_of_step(shards: Shards, device: torch.device) -> Iterator[None]:
+    """While entered, random numbers depend on seed and step alone; afterwards they go on as before."""
+    restore = keep_random_numbers(device)
+    seed_all(shards.seed, shards.step, _NO_SHARD, device)
+    try:
+        yield
+    finally:
+        restore()
+
+
 # The loops over shards that are open, and the random numbers outside of all of them.
 _open_loops: list[object] = []
 _outside: list[Callable[[], None]] = []
@@ -238,7 +274,7 @@ def _random_numbers_outside(device: torch.device) -> Iterator[None]:
     """At the end of the last of all loops, go on with the random numbers from before the first one."""
     loop = object()
     if not _open_loops:
-        _outside[:] = [_keep_random_numbers(device)]
+        _outside[:] = [keep_random_numbers(device)]
     _open_loops.append(loop)
     try:
         yield
@@ -248,7 +284,7 @@ def _random_numbers_outside(device: torch.device) -> Iterator[None]:
             _outside.pop()()
 
 
-def _keep_random_numbers(device: torch.device) -> Callable[[], None]:
+def keep_random_numbers(device: torch.device) -> Callable[[], None]:
     """Returns what goes on with the random numbers of now."""
     on_cpu, in_python = torch.get_rng_state(), random.getstate()
     module = None if device.type == "cpu" else torch.get_device_module(device)

@@ -255,6 +255,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self._group.watch.mark(Activity.FORWARD, self._reducer.step_number)
         if torch.is_grad_enabled():
+            if self._group.awaits_others:
+                raise StepError("with `paceline run --heal`, ranks train together only inside paceline.Run")
             self._reducer.check_finalized()
             self._unknown_parameters.warn(is_step_new=self._reducer.is_step_new)
             self.recorder.forward_began()
@@ -331,6 +333,22 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._reducer.turns.fail_forward(self._reducer, describe_error(error))
             except RuntimeError as another:
                 error.add_note(f"the other ranks could not be told ({another})")
+
+    def _go_on_in(self, process_group: Any, *, step: int) -> None:
+        """Go on in another group, whose ranks have wrapped the same; every rank of it calls this at once.
+
+        Args:
+            process_group: the group.
+            step: the number of the next step, the same on all ranks.
+        """
+        self.process_group = process_group
+        self._group = group = Group(process_group)
+        build.open_group(self._wrapped, group, self._options)
+        self._name = group.wrapper
+        audit = self._reducer.context.audit or build.make_audit(
+            self._wrapped, group, self._module_buffers, self._options, self.recorder
+        )
+        self._reducer.move_to(group, step=step, audit=audit, has_lost_ranks=True)
 
     @property
     def recorder(self) -> Recorder:

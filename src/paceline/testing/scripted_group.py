@@ -126,6 +126,7 @@ class ScriptedGroup:
         self.shared: Any = None
         self.host: Any = None
         self.may_tell_on_host = True
+        self.awaits_others = False
         self.calls: list[ScriptedCall] = []
         self.waits: list[int] = []
         self.local_calls: list[str] = []
@@ -252,6 +253,9 @@ class ScriptedGroup:
     def open_leader_group(self) -> None:
         """Is noted in ``local_calls``: all ranks are on one host."""
         self.local_calls.append("open_leader_group")
+
+    def check_current(self) -> None:
+        """Does nothing: the ranks are never replaced."""
 
     def make_progress(self) -> None:
         """Is noted in ``local_calls``."""

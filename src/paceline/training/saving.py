@@ -1,7 +1,9 @@
 """A training's state in one file, which is always whole."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ def save(path: str | os.PathLike[str], state: TrainingState) -> None:
     failure: Exception | None = None
     if group.rank == 0:
         try:
-            _write(Path(path), state)
+            write_state(Path(path), state.state_dict())
         except Exception as error:  # the other ranks have to know
             failure = error
     words = "" if failure is None else repr(failure)
@@ -31,10 +33,11 @@ def save(path: str | os.PathLike[str], state: TrainingState) -> None:
         raise PeerError(f"rank 0 could not save the training: {everyone[0]} (here: rank {group.rank})")
 
 
-def _write(target: Path, state: TrainingState) -> None:
+def write_state(target: Path, state: Mapping[str, Any]) -> None:
+    """Write a state dict to a file that appears only when it is complete and on the disk."""
     draft = target.with_name(f"{target.name}.draft")
     with draft.open("wb") as file:
-        torch.save(state.state_dict(), file)
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(target)

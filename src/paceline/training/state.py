@@ -1,9 +1,10 @@
 """What has to be saved so that another number of ranks can go on with the same bits."""
 
+import copy
 import io
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,34 +33,37 @@ class TrainingState:
 
     Args:
         ddp: the wrapper.
-        optimizer: the optimizer of its parameters.
+        optimizer: the optimizer of its parameters, or several.
         sampler: the sampler, with ``state_dict``, such as a ``ShardedBatchSampler``.
-        scheduler: the scheduler of the learning rate.
+        others: what else has a state, under any name: a scheduler, a gradient scaler, an average of weights.
     """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         sampler: Stateful | None = None,
-        scheduler: Stateful | None = None,
+        **others: Stateful | None,
     ) -> None:
-        for name, part in (("sampler", sampler), ("scheduler", scheduler)):
-            if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        for each in optimizers:
+            _check_parameters(ddp, each)
+        self.ddp = ddp
+        names = ["optimizer", *(f"optimizer {number}" for number in range(2, len(optimizers) + 1))]
+        parts = {
+            **dict(zip(names, optimizers, strict=True)),
+            "sampler": sampler,
+            "shards": getattr(ddp, "shards", None),
+            **others,
+        }
+        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        for name, part in self._parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise OptionError(
                     f"the {name} must have state_dict and load_state_dict, or it cannot be resumed "
                     f"({name}: {type(part).__name__})"
                 )
-        _check_parameters(ddp, optimizer)
-        self.ddp = ddp
-        parts = {
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "sampler": sampler,
-            "shards": getattr(ddp, "shards", None),
-        }
-        self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """The module's tensors by name, and all else as bytes.
@@ -67,22 +71,53 @@ class TrainingState:
         ``torch.distributed.checkpoint`` loads only tensors that are there already, and an optimizer that has
         not stepped has none.
         """
+        return in_bytes(self._values())
+
+    def copy(self) -> dict[str, Any]:
+        """A copy of all values, which training does not change; ``in_bytes`` makes a state dict of it."""
+        return copy.deepcopy(self._values())
+
+    def check_copyable(self) -> None:
+        """Raise if another process could not take the state over."""
+        for name, part in self._parts.items():
+            try:
+                _from_bytes(_to_bytes(part.state_dict()))
+            except Exception as error:
+                raise OptionError(
+                    f"the state of the {name} cannot be copied to another process; it may have tensors, "
+                    f"numbers, texts and containers of these ({type(error).__name__}: {error})"
+                ) from error
+
+    def _values(self) -> dict[str, Any]:
         rest = {name: part.state_dict() for name, part in self._parts.items()}
-        file = io.BytesIO()
-        torch.save({"random": _random_state(), **rest}, file)
-        return {"module": self.ddp.module_state_dict(), "rest": file.getvalue()}
+        return {"module": self.ddp.module_state_dict(), "rest": {"random": _random_state(), **rest}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. No code in it is run."""
         if missing := {"module", "rest"} - state.keys():
             raise OptionError(f"not the state of a training (missing: {sorted(missing)})")
-        rest = torch.load(io.BytesIO(state["rest"]), map_location="cpu", weights_only=True)
+        rest = _from_bytes(state["rest"])
         if missing := self._parts.keys() - rest.keys():
             raise OptionError(f"the state lacks parts of this training (missing: {sorted(missing)})")
         self.ddp.load_state_dict(state["module"])
         for name, part in self._parts.items():
             part.load_state_dict(rest[name])
         _set_random_state(rest["random"])
+
+
+def in_bytes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of a state's values."""
+    return {"module": values["module"], "rest": _to_bytes(values["rest"])}
+
+
+def _to_bytes(values: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(values, file)
+    return file.getvalue()
+
+
+def _from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _check_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:

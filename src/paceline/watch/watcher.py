@@ -236,6 +236,13 @@ class _ProcessWatch:
         self._groups.add(group)
         return group
 
+    def leave_groups(self) -> None:
+        with self._lock:
+            self._groups.clear()
+            self.waits_in = None
+            if self.page is not None:
+                self.page.tell(Told())
+
     def _start(self, rank: int, folder: Path | None) -> None:
         self.page = RankPage(rank, folder)
         if self._answers is not None:
@@ -410,6 +417,11 @@ def _is_late(error: Exception) -> bool:
     """Whether a collective has failed though no rank need have ended."""
     is_timeout = "timed out" in str(error).lower()
     return is_timeout or isinstance(error, (LateRankError, UnmatchedError, ClosedGroupError))
+
+
+def leave_groups() -> None:
+    """This rank goes on in other groups, perhaps under another number: forget what was told of the old."""
+    _process.leave_groups()
 
 
 _ended_by = ""

@@ -390,6 +390,7 @@ class InFlight:
             if self.interrupt is not None:
                 raise self.interrupt
             raise _UnheardError(f"no word from the other ranks (step: {self._step}, bucket: {number})")
+        self._group.check_current()
         notes = self._group.peer_notes
         notes.note_waiting(self._step, number)
         lost = "the step is lost on every rank, and its gradients are dropped"

@@ -482,10 +482,19 @@ class Reducer:
         self._wait_for_lost_step()
         self._plan.adopt(self.group, exchange)
 
-    def move_to(self, group: Group) -> None:
-        """Go on with another group, as if training began anew."""
+    def move_to(
+        self, group: Group, *, step: int = 0, audit: Audit | None = None, has_lost_ranks: bool = False
+    ) -> None:
+        """Go on with another group, as if training began anew.
+
+        Args:
+            group: the other group.
+            step: the number of the next step.
+            audit: what compares its replicas; None to keep what there is.
+            has_lost_ranks: whether the group before may have lost some.
+        """
         self.check_finalized()
-        if self._step is not None and self._step.in_flight.broken is not None:
+        if self._step is not None and (has_lost_ranks or self._step.in_flight.broken is not None):
             self._step = None  # nothing of it will ever come
         try:
             self._wait_for_lost_step()
@@ -494,11 +503,14 @@ class Reducer:
         self.turns.leave(self)
         self.turns = turns_of(group.process_group)
         self.turns.join(self)
-        self.step_number = 0
+        self.step_number = step
         self.counts.begin()
         self.planner.restart()
         self._plan.context = dataclasses.replace(
-            self.context, pairing=Pairing(), non_finite=NonFiniteGradients()
+            self.context,
+            pairing=Pairing(),
+            non_finite=NonFiniteGradients(),
+            audit=audit or self.context.audit,
         )
         self.context.buffers.forget()
         if self.context.audit is not None:
@@ -591,7 +603,7 @@ class Reducer:
         self._wait_for_lost_step()
         if self.strict is not None:
             self.strict.begin()
-        if not self.step_number:
+        if not self.ended_well:
             self.after_step.find_optimizers()
         if not self._plan.is_latest:
             self._plan.adopt(self.group, self.exchange)

@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Destination, StatusLine
 from paceline.tools.run.failures import RankFailure, summarise
+from paceline.tools.run.healer import Healer
 from paceline.tools.run.one_host import OneHostRendezvous, one_host_port
 from paceline.tools.run.progress import read_progress
 from paceline.tools.run.rank_output import OutputThread, RankLogs
@@ -36,6 +37,8 @@ from paceline.tools.run.worker import FOLDER
 
 # How long ranks may take to end after another rank has failed, and after a signal or before a restart.
 SECONDS_AFTER_FAILURE, SECONDS_AFTER_SIGNAL = 2, 30
+# For how many seconds others may wait for a rank of a run that is healed.
+DEFAULT_LOST_AFTER = 30.0
 # Loggers of torch's agent that report failed ranks, which we report ourselves.
 FAILURE_LOGGERS = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
@@ -54,6 +57,8 @@ class Job:
         shutdown_seconds: how long ranks may take to end, whatever the reason; None for what this file says.
         owns_all_children: whether all children of this process are ranks or were started by ranks.
         stall_seconds: how long a rank may be stalled before the run is ended; None if it is never ended.
+        spares: how many processes are kept ready to replace lost ranks; None if a lost rank ends the run.
+        lost_after: for how many seconds others may wait for a rank before it counts as lost.
     """
 
     config: LaunchConfig
@@ -65,6 +70,8 @@ class Job:
     shutdown_seconds: int | None = None
     owns_all_children: bool = False
     stall_seconds: float | None = None
+    spares: int | None = None
+    lost_after: float = DEFAULT_LOST_AFTER
 
 
 @dataclass(frozen=True)
@@ -120,13 +127,26 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
         output.say(destinations[1], f"paceline: {text}")
 
     watch = Watch(processes.running, say, lambda: find_stall(record), stall_seconds=job.stall_seconds)
+    healer = None
+    if job.spares is not None:
+        healer = Healer(
+            job.command,
+            lambda: logs.common_environment,
+            processes,
+            say,
+            lambda: find_stall(record),
+            spares=job.spares,
+            lost_after=job.lost_after,
+        )
     error = None
     with signals, child_subreaper(), _silent_failure_loggers():
         try:
             try:
-                _run_agent(Agent(job, logs, processes, signals, say, watch))
+                _run_agent(Agent(job, logs, processes, signals, say, watch, healer))
             finally:
                 signals.stop_raising()
+                if healer is not None:
+                    healer.stop()
         except SignalException:
             pass
         except Exception as raised:
@@ -233,6 +253,7 @@ class Agent(LocalElasticAgent):
         signals: SignalHandlers,
         say: Callable[[str], None],
         watch: Watch,
+        healer: Healer | None,
     ) -> None:
         config = job.config
         super().__init__(spec=_spec(job), logs_specs=logs, start_method=config.start_method)
@@ -242,6 +263,7 @@ class Agent(LocalElasticAgent):
         self._given_seconds = job.shutdown_seconds
         self._close_seconds = self._given_or(SECONDS_AFTER_FAILURE)
         self._watch = watch
+        self._healer = healer
         self._event_log = config.event_log_handler
 
     def record_event(self, event: Event) -> None:
@@ -267,13 +289,23 @@ class Agent(LocalElasticAgent):
                 if file is not None:
                     file.close()
         self._limit_close_time(context)
+        if self._healer is not None:
+            self._healer.start(context, worker_group)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._healer is not None and not self._healer.look():
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             self._watch.look()
         return result
+
+    def _exit_barrier(self) -> None:
+        if self._healer is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        else:
+            self._healer.wait_for_hosts()
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)

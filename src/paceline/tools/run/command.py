@@ -12,18 +12,23 @@ import click
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
+from paceline.comm.roster import LOST_AFTER_VARIABLE
 from paceline.recording.files import make_folder
+from paceline.recording.ledger import LEDGER_VARIABLE
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run import agent, worker
 from paceline.tools.run.failures import in_lines, summarise
 from paceline.tools.run.processes import guarded_folder
+from paceline.tools.run.rosters import HostError
 from paceline.tools.run.run_watch import StalledRunError, parse_stall
+from paceline.training import checkpoints
 
 DEFAULT_RANKS = "2"
 EXIT_NOT_FOUND = 127
 EXIT_STALLED = 1
 USAGE = (
-    "%(prog)s [-n RANKS] [--patch] [--log-dir DIR] [--record DIR] [--stall kill:SECONDS] "
+    "%(prog)s [-n RANKS] [--heal] [--checkpoint DIR] [--patch] [--log-dir DIR] [--record DIR] "
+    "[--stall kill:SECONDS] "
     "[torchrun's options] SCRIPT [ARGUMENT ...]"
 )
 ONE_HOST = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
@@ -74,7 +79,35 @@ def _parser() -> argparse.ArgumentParser:
         metavar="kill:SECONDS",
         help="end the run if a rank is stalled for SECONDS (default: wait for the group's timeout)",
     )
+    _add_healing(parser.add_argument_group("paceline, for scripts that train in paceline.Run"))
     return parser
+
+
+def _add_healing(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--heal", action="store_true", help="replace ranks that die, and do the step that was lost again"
+    )
+    ours.add_argument(
+        "--spares",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that wait to replace a rank; with 0, the others go on without it (default: 1)",
+    )
+    ours.add_argument(
+        "--lost-after",
+        type=float,
+        default=agent.DEFAULT_LOST_AFTER,
+        metavar="SECONDS",
+        help="how long others wait for a rank that lives before it is replaced (default: 30)",
+    )
+    ours.add_argument(
+        "--ledger", action="store_true", help="with --record: also record which samples each step had"
+    )
+    ours.add_argument("--checkpoint", metavar="DIR", help="save the training in DIR, and go on from there")
+    ours.add_argument(
+        "--every", type=int, default=100, metavar="STEPS", help="steps per checkpoint (default: 100)"
+    )
 
 
 def ranks_parser() -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
@@ -110,6 +143,7 @@ def _job(options: argparse.Namespace) -> agent.Job:
     environment = agent.rank_environment(ranks)
     if options.record:
         environment[FOLDER_VARIABLE] = str(Path(options.record).resolve())
+    environment |= _healing_environment(options)
     # torchrun's config_from_args warns and sets it to 1 if it is not set.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
     log_dir = options.log_dir
@@ -127,7 +161,31 @@ def _job(options: argparse.Namespace) -> agent.Job:
         shutdown_seconds=agent.shutdown_seconds(options.shutdown_timeout),
         owns_all_children=True,
         stall_seconds=None if options.stall is None else parse_stall(options.stall),
+        spares=options.spares if options.heal else None,
+        lost_after=options.lost_after,
     )
+
+
+def _healing_environment(options: argparse.Namespace) -> dict[str, str]:
+    """What ranks have to know to be healed, and to write checkpoints."""
+    if options.spares < 0 or options.lost_after <= 0 or options.every < 1:
+        raise ValueError(
+            "--spares must not be negative, --lost-after and --every must be positive "
+            f"(--spares: {options.spares}, --lost-after: {options.lost_after:g}, --every: {options.every})"
+        )
+    environment = {}
+    if options.ledger:
+        if not options.record:
+            raise ValueError("the ledger is a part of the recording: use --record too (options: --ledger)")
+        environment[LEDGER_VARIABLE] = "1"
+    if options.heal:
+        if options.no_python:
+            raise ValueError("only Python scripts can be healed (options: --no-python, --heal)")
+        environment[LOST_AFTER_VARIABLE] = str(options.lost_after)
+    if options.checkpoint:
+        environment[checkpoints.FOLDER_VARIABLE] = str(Path(options.checkpoint).resolve())
+        environment[checkpoints.EVERY_VARIABLE] = str(options.every)
+    return environment
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -170,7 +228,7 @@ def _report(result: agent.JobResult) -> int:
         lines = [str(summary)] if has_cause else in_lines(result.failures)
         _say("\n".join([f"stopped by {result.signal.name}", *lines]))
         return 128 + result.signal
-    if isinstance(result.error, StalledRunError):
+    if isinstance(result.error, (StalledRunError, HostError)):
         _say("\n".join([str(result.error), *in_lines(result.failures)]))
         return EXIT_STALLED
     if summary is not None:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
+from paceline.comm.roster import LOST_AFTER_VARIABLE, MEMBER_VARIABLE, first_member
 from paceline.recording.reader import delete_recording
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Console, Destination, Source, StatusLine
@@ -222,6 +223,11 @@ class RankLogs(LogsSpecs):
         return self._folder / str(self._attempt)
 
     @property
+    def common_environment(self) -> dict[str, str]:
+        """The variables that all ranks of the last attempt have in common."""
+        return {**self._environment, FOLDER: str(self.folder)}
+
+    @property
     def root_log_dir(self) -> str:
         """The folder for log files, for torch's agent."""
         return str(self._root_log_dir)
@@ -238,7 +244,9 @@ class RankLogs(LogsSpecs):
         stdout, stderr = self._destinations
         for local, environment in envs.items():
             rank = int(environment["RANK"])
-            environment.update(self._environment, **{FOLDER: str(self.folder)})
+            environment.update(self.common_environment)
+            if LOST_AFTER_VARIABLE in environment:  # ranks may be replaced
+                environment[MEMBER_VARIABLE] = first_member(environment)
             errors = str(self.folder / f"{rank}.error")
             dest.error_files[local] = environment["TORCHELASTIC_ERROR_FILE"] = errors
             shown = self._shown(local, len(envs))

@@ -4,7 +4,6 @@ import ctypes
 import json
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from paceline.tools.run.processes import (
     with_mark,
 )
 from paceline.tools.run.rank_output import OutputThread
+from paceline.tools.run.spares import RankProcess
 from paceline.tools.run.worker import FOLDER
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
@@ -47,18 +47,35 @@ class RankProcesses:
         self._older = frozenset(process.id for process in list_processes().values())
         # The leaders of the ranks' sessions.
         self._sessions: set[ProcessId] = set()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: dict[int, RankProcess] = {}
         self._ended_at: dict[int, float] = {}
         self._asked_to_stop_at: float | None = None
 
-    def started(self, running: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
+    def started(self, running: Mapping[int, RankProcess]) -> None:
         """Note a new attempt's processes, each the leader of its session."""
-        self._running, self._ended_at, self._asked_to_stop_at = dict(running), {}, None
+        self._running, self._ended_at, self._asked_to_stop_at = {}, {}, None
         for rank, process in running.items():
-            # Nobody has waited for it yet, so that it is still there, even if it has ended.
-            if (leader := read_process(process.pid)) is not None:
-                self._sessions.add(leader.id)
-            self._output.call_when_ended(process.pid, lambda rank=rank: self._note_end(rank))  # type: ignore[misc]
+            self._add(rank, process)
+
+    def _add(self, rank: int, process: RankProcess) -> None:
+        self._running[rank] = process
+        # Nobody has waited for it yet, so that it is still there, even if it has ended.
+        if (leader := read_process(process.pid)) is not None:
+            self._sessions.add(leader.id)
+        self._output.call_when_ended(process.pid, lambda: self._note_end(rank))
+
+    def replaced(self, rank: int, process: RankProcess) -> None:
+        """Note that a rank's process has ended, and another has its place."""
+        self._ended_at.pop(rank, None)
+        self._add(rank, process)
+
+    def dropped(self, rank: int) -> None:
+        """Note that a rank's process has ended, and that the run goes on without it."""
+        del self._running[rank]
+
+    def has_report(self, rank: int) -> bool:
+        """Whether a rank has ended by an exception."""
+        return bool(self._error_report(rank))
 
     def asked_to_stop(self) -> None:
         """From now on, ranks may end because they were asked to."""

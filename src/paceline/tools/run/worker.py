@@ -3,12 +3,16 @@
 It is run by its path and uses the standard library only, so that a script finds what ``python script.py``
 would give it: neither torch nor paceline is imported before the script imports it.
 
-    worker.py [--patch] --script|--module|--call TARGET ARGUMENT...
+    worker.py [--spare] [--patch] --script|--module|--call TARGET ARGUMENT...
+
+A spare imports what the script imports, and waits until it is told which rank it is.
 """
 
+import ast
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import pickle
@@ -36,6 +40,8 @@ EXIT_SIGINT = 128 + signal.SIGINT
 # by then, the process exits by force.
 WAKE_AFTER_SECONDS = (0.05, 0.2, 0.75)
 LONGEST_MESSAGE = 100_000
+# What a training imports at its first step, which takes a second.
+_SPARE_IMPORTS = ("torch._dynamo", "paceline")
 # Files whose frames are above the program's own in a traceback.
 LAUNCHER_FILES = {
     __file__,
@@ -51,11 +57,15 @@ _forking = threading.local()
 def main() -> None:
     """Run what the arguments name; if it fails, write an error report."""
     arguments = sys.argv[1:]
+    if is_spare := arguments[0] == "--spare":
+        del arguments[0]
     if arguments[0] == "--patch":
         runpy.run_path(str(PATCH))
         del arguments[0]
     run, target = RUNS[arguments[0]], arguments[1]
     sys.argv[:] = [target, *arguments[2:]]
+    if is_spare:
+        _wait_as_spare(Path(target) if run is _run_script else None)
     _exit_on_sigterm()
     _die_with_parent()
     _report_crashes()
@@ -74,6 +84,60 @@ def main() -> None:
             watcher.note_end(error)
     # After the except block, so that the objects in the error's frames are released first.
     sys.exit(code)
+
+
+def _wait_as_spare(script: Path | None) -> None:
+    """Import what the script will import; then fork a rank whenever the launcher says so, and return in it.
+
+    See Note [Forked spares] in spares.py.
+    """
+    _die_with_parent()
+    if script is not None and script.is_file():
+        _put_on_path(str(script.resolve().parent))
+        for name in (*_SPARE_IMPORTS, *imports_of(script)):
+            with contextlib.suppress(Exception):  # the script itself will raise it, or catch it
+                importlib.import_module(name)
+    said, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 1)  # what modules print is not for the launcher
+    os.write(said, b"ready\n")
+    for line in iter(sys.stdin.readline, ""):
+        order = json.loads(line)
+        can_fork = len(list(Path("/proc/self/task").iterdir())) == 1
+        if not can_fork or _fork_orphan(order["launcher"]):
+            os.write(said, b"%d\n" % os.getpid())
+            os.environ.update(order["environment"])
+            for number, path in enumerate(order["output"], start=1):
+                os.dup2(os.open(path, os.O_WRONLY), number)
+            os.dup2(nothing, 0)
+            os.close(said)
+            return
+    sys.exit()  # the run has ended
+
+
+def _fork_orphan(launcher: int) -> bool:
+    """Fork a process whose parent is the launcher; whether this is that process."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    while os.getppid() != launcher:
+        time.sleep(0.001)
+    return True
+
+
+def imports_of(script: Path) -> list[str]:
+    """The modules that a script imports at its top level."""
+    names: list[str] = []
+    with contextlib.suppress(SyntaxError, ValueError):  # the script will raise it
+        for node in ast.parse(script.read_bytes()).body:
+            if isinstance(node, ast.Import):
+                names += [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.append(node.module)
+    return names
 
 
 def _run_script(path: str) -> None:
