@@ -1,51 +1,31 @@
 """Train on ranks that may be killed, and end with the bits of a quiet run.
 
-paceline run --heal -n 3 examples/healing.py
+paceline run --heal -n 3 examples/healing.py --kill 12
 
-Kill a rank while it trains (``kill -9 PID``): a spare process takes its place, and the step that was lost is
-done again. The sha256 at the end is the same as without ``--heal``, whatever you kill.
+In step 12 rank 1 kills itself. A spare process takes its place, and the step is done again. The sha256 at the
+end is the same without ``--kill``, without ``--heal``, with any other number of ranks, and whichever ranks you
+kill yourself (``kill -9 PID``).
 """
 
 import argparse
-import hashlib
 import os
-import time
+import signal
 
 import torch
 import torch.distributed as dist
+from same_bits import SHARDS, dataset, network, sha256_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import paceline
-
-SHARDS = 8
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(500, 10, generator=generator)
-    return TensorDataset(x, (x.square().sum(1) > 10).long())
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
-
-
-def sha256_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    digest = hashlib.sha256()
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    for tensor in (*module.parameters(), *module.buffers(), *moments):
-        digest.update(tensor.detach().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds that each step takes longer")
+    parser.add_argument("--kill", type=int, help="the step in which rank 1 kills itself")
     arguments = parser.parse_args()
-    paceline.init()
+    me = paceline.init()
     ddp = paceline.DistributedDataParallel(network(), shards=SHARDS)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
@@ -53,16 +33,19 @@ def main() -> None:
     sampler = paceline.ShardedBatchSampler(data, shards=SHARDS, batch_size=64)
     loader = DataLoader(data, batch_sampler=sampler)
     run = paceline.Run(ddp, optimizer, loader, epochs=arguments.epochs, scheduler=scheduler)
-    print(f"pid {os.getpid()}", flush=True)
+    steps = 0
     for step in run:  # a step that was lost comes again
         with step:  # a lost rank ends the block, not the program
-            time.sleep(arguments.pause)
             for x, y in step.shards():
                 nn.functional.cross_entropy(ddp(x), y).backward()
+            if me.rank == 1 and step.number == arguments.kill and steps:
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             scheduler.step()
+            steps += 1
+    print(f"process {os.getpid()} did {steps} of {run.steps} steps", flush=True)
     if dist.get_rank() == 0:
-        print(f"{run.steps} steps, sha256 {sha256_of(ddp.module, optimizer)}", flush=True)
+        print(f"sha256 {sha256_of(ddp.module, optimizer)}", flush=True)
     dist.destroy_process_group()
 
 

@@ -34,6 +34,11 @@ CLAIMS = {
         r"\[0\] in_half hands over 16,898 bytes a step, 50\.0%; loss 0\.0\d\d at the end",
         r"\[0\] Signs hands over 1,061 bytes a step, 3\.1%; loss 0\.0\d\d at the end",
     ],
+    "healing": [
+        r"\[0\] process \d+ did 40 of 40 steps",
+        r"\[1\] process \d+ did 2[78] of 40 steps",
+        r"\[0\] sha256 [0-9a-f]{64}",
+    ],
     "plain_loop": [
         r"\[0\] test accuracy 9\d\.\d% on 403 points, put together from 2 ranks",
         r"\[0\] build/plain_loop\.pt in one process: 0 of 403 answers differ",
