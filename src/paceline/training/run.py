@@ -89,6 +89,7 @@ class Run:
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
         self._outcome = _Outcome.WAITING
+        self._number = 0
         self._has_stepped = False
         self._restore: Callable[[], None] = lambda: None
         self._is_over = False
@@ -185,11 +186,13 @@ class Run:
             raise StepError("a step of a run has one block: `with step:`")
         self._outcome = _Outcome.RUNNING
         self._has_stepped = False
-        self._restore = self._keep()
+        self._number = self.steps
+        if self._regrouping is not None:
+            self._restore = self._keep()
         if self._ledger is not None:
             self._ledger.took(
                 epoch=self._sampler.epoch,
-                step=self.steps,
+                step=self._number,
                 generation=self._generation,
                 samples=self._sampler.given_samples(),
             )
@@ -198,12 +201,11 @@ class Run:
 
     def _keep(self) -> Callable[[], None]:
         """Returns what makes this rank as it is now, unless an optimizer has stepped."""
-        step = self.steps
         restore_buffers = self._ddp._module_buffers.keep_values()
         restore_random_numbers = keep_random_numbers(self._ddp.join_device)
 
         def restore() -> None:
-            self._ddp.shards.at_step(step)
+            self._ddp.shards.at_step(self._number)
             restore_buffers()
             restore_random_numbers()
 
@@ -243,8 +245,9 @@ class Run:
 
     def _complete(self) -> None:
         self._outcome = _Outcome.DONE
+        self._ddp.shards.at_step(self._number + 1)  # also if the block has had no loop over shards
         if self._ledger is not None:
-            self._ledger.counted(step=self.steps - 1, generation=self._generation)
+            self._ledger.counted(step=self._number, generation=self._generation)
         self._batch = None
         self._position = self._sampler.state_dict()
         if self._regrouping is not None:

@@ -215,13 +215,12 @@ class Step:
 
     def _add_earlier_shards(self, bucket: Bucket) -> None:
         """Add the sums of this rank's earlier shards, or have them reduced beside the last one's."""
-        sums, slots = self._context.shard_sums, [slot.index for slot in bucket.slots]
         if isinstance(bucket, DenseBucket):
             if self._earlier_shards is not None:
-                for gradients in self._earlier_shards.add_to_last(slots):
+                for gradients in self._earlier_shards.add_to_last([slot.index for slot in bucket.slots]):
                     bucket.keep_apart(gradients)
-        elif sums is not None:
-            sums.add_to_last(slots, all_nodes=True)
+        elif (sums := self._context.shard_sums) is not None:
+            sums.add_to_last([slot.index for slot in bucket.slots], all_nodes=True)
 
     def _look_outside_plan(self) -> None:
         """Find gradients of slots that the plan does not cover: parameters that were unfrozen."""
