@@ -26,6 +26,13 @@ def test_without_spares_the_others_go_on(tmp_path: Path) -> None:
     assert check_ledger(read_ledger(tmp_path / "record")).is_right
 
 
+def test_if_all_ranks_are_lost_without_spares_the_run_fails(tmp_path: Path) -> None:
+    plan = {"4 0": "forward", "4 1": "forward"}
+    ran = heal(tmp_path, "--heal", "--spares", "0", "-n", "2", plan=plan)
+    assert (ran.code, ran.left) == (128 + signal.SIGKILL, [])
+    assert "SIGKILL" in ran.stderr
+
+
 def test_a_rank_that_dies_again_and_again_is_left_out(tmp_path: Path) -> None:
     ran = heal(tmp_path, "--heal", "-n", "2", plan={"3 1": "forward"}, options={"dies at start": True})
     check_ended_well(ran, 1)

@@ -136,7 +136,7 @@ class Healer:
         """End the spares."""
         self._spares.stop()
         if self._lost:
-            self._say(f"lost ranks: {self._lost}; the training went on each time")
+            self._say(f"{self._lost} lost rank{'s' * (self._lost > 1)} in all")
 
     def _code(self, local: int) -> int | None:
         """The exit code of a place's process; None if it lives, or another will come."""
@@ -162,7 +162,7 @@ class Healer:
         if self._spares.can_replace and place.tries < _MOST_TRIES:
             self._say(f"rank {rank} was lost ({why}); a spare process takes its place")
             self._replace(place)
-        elif len(self._places) > 1 or len(self._rosters.members) > 1:
+        elif any(member not in self._why for member in self._rosters.members):
             self._say(f"rank {rank} was lost ({why}); the others go on without it")
             self._drop(place)
 
