@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def test_a_rank_that_dies_again_and_again_is_left_out(tmp_path: Path) -> None:
 
 def test_workers_of_data_loaders_are_left_neither_by_lost_ranks_nor_by_others(tmp_path: Path) -> None:
     plan = {"4 1": "backward", "12 0": "optimizer"}
+    before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
     ran = heal(tmp_path, "--heal", "-n", "2", plan=plan, options={"workers": 1})
     check_ended_well(ran, 2)
+    assert set(Path(tempfile.gettempdir()).glob("pymp-*")) <= before
 
 
 def test_if_all_ranks_are_lost_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

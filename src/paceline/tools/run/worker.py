@@ -14,12 +14,14 @@ import ctypes
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -69,6 +71,7 @@ def main() -> None:
     _exit_on_sigterm()
     _die_with_parent()
     _report_crashes()
+    _keep_temporary_files()
     try:
         run(target)
         return
@@ -289,6 +292,13 @@ def _report_crashes() -> None:
     if folder := os.environ.get(FOLDER):
         file = (Path(folder) / f"{os.environ['RANK']}.crash").open("w")
         faulthandler.enable(file, all_threads=False)
+
+
+def _keep_temporary_files() -> None:
+    """Have multiprocessing's files in the run's folder, which is deleted also if this process is killed."""
+    if folder := os.environ.get(FOLDER):
+        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # where it looks first
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
 
 
 def _show(error: BaseException) -> None:
