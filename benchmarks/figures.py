@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_tables
+import heal_tables
 
 from paceline.tools.bench.collective_times import format_size
 from paceline.tools.bench.measure import Size, Timing
@@ -407,6 +408,16 @@ def same_bits(entry: Entry) -> Lines:
     yield f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}."
 
 
+def healing(entry: Entry) -> Lines:
+    """For how long kills stop a training, how it ends, and what the killed ranks were doing."""
+    for make in (heal_tables.stalls, heal_tables.ends, heal_tables.phases):
+        yield from table(*make(entry))
+        yield ""
+    yield from (f"- {aim}" for aim in heal_tables.aims(entry))
+    yield ""
+    yield f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}."
+
+
 def faults_summary(entry: Entry) -> Lines:
     """How many faults were told, and ended as they should."""
     yield from table(*fault_tables.summary(entry))
@@ -434,6 +445,7 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "faults-summary": ("faults", faults_summary),
     "faults-torch": ("faults", faults("torch", "gloo")),
     "faults-torch-barrier": ("faults", faults("torch-barrier", "gloo")),
+    "healing": ("healing", healing),
     "hooks": ("hooks", hooks),
     "hooks-accuracy": ("hooks", hooks_accuracy),
     "hosts": ("hosts", every_result),
