@@ -79,6 +79,21 @@ def test_a_loss_after_the_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) ->
     check_ended_well(ran, 2)
 
 
+def test_a_block_that_catches_the_error_of_a_lost_rank_does_not_count(tmp_path: Path) -> None:
+    plan = {"5 1": "backward"}
+    command = ("--heal", "--checkpoint", "saved", "--every", "2", "-n", "2")
+    ran = heal(tmp_path, *command, plan=plan, options={"catches": True})
+    check_ended_well(ran, 2)
+
+
+def test_a_rank_that_leaves_the_loop_after_a_lost_step_ends_the_run(tmp_path: Path) -> None:
+    plan, options = {"5 1": "forward"}, {"leaves": 5}
+    ran = heal(tmp_path, "--heal", "-n", "2", plan=plan, options=options)
+    assert (ran.code, ran.left) == (1, [])
+    assert "the loop was left though step 5 was lost" in ran.stderr
+    assert "rank 0 has ended before the training was over" in ran.stderr
+
+
 def launch_on(hosts: Hosts, host: int, folder: Path, plan: str) -> "subprocess.Popen[str]":
     """Start the launcher of one host."""
     # Without it each lookup of a name takes ten seconds.

@@ -38,6 +38,8 @@ _CONNECT_SECONDS = 20.0
 # that one is lost just then. It takes milliseconds, and after each failure they have twice as long.
 _OPEN_SECONDS = 2.0
 _MOST_FAILURES = 5
+# The least default for collectives. A stall is told after five usual steps, and the launcher acts after that.
+_LEAST_TIMEOUT = 300.0
 # How much longer than the launcher a rank waits for its word on an error.
 _GRACE_SECONDS = 5.0
 
@@ -73,7 +75,8 @@ class Membership:
 
         Args:
             backend: the backend of this group and of those that follow.
-            timeout: how long collectives wait for others; if None, twice as long as the launcher does.
+            timeout: how long collectives wait for others; if None, four times as long as the launcher, and
+                300 s at least.
         """
         self._backend, self._timeout = backend, timeout
         distributed.init_process_group(
@@ -122,7 +125,7 @@ class Membership:
     @property
     def _default_timeout(self) -> timedelta:
         """The launcher ends a rank that others wait for, but a host that is cut off closes no connection."""
-        return timedelta(seconds=2 * self._lost_after + _OPEN_SECONDS)
+        return timedelta(seconds=max(_LEAST_TIMEOUT, 4 * self._lost_after))
 
     def check_current(self) -> None:
         """Raise if the others have gone on in a new generation, while this rank waits in an old group."""
@@ -149,11 +152,13 @@ class Membership:
 
     def is_rank_lost(self) -> bool:
         """Whether the launcher begins a new generation; waits until it has had time to see a reason."""
-        until = time.monotonic() + self._lost_after + _GRACE_SECONDS
+        left = self._lost_after + _GRACE_SECONDS
         while self._newer(self.roster) is None:
-            if time.monotonic() > until:
+            if left <= 0:
                 return False
+            # Not by the clock: a launcher that is stopped answers late, and needs its time afterwards.
             time.sleep(_POLL_SECONDS)
+            left -= _POLL_SECONDS
         return True
 
     def stepped(self) -> None:
@@ -191,6 +196,12 @@ class Membership:
 
     def _wait_for_newer(self) -> Roster:
         while True:
+            if (now := self._read()) is not None and now.is_over:
+                raise MeetingError(
+                    "the training of this run is over: the loop over its steps has ended, or was left, on a "
+                    f"rank (member: {self.member}); with `paceline run --heal` a script has one Run, and one "
+                    "loop over it"
+                )
             roster = self._newer(self.roster)
             if roster is not None and self.member in roster.members:
                 return roster

@@ -263,7 +263,7 @@ def seed_all(seed: int, step: int, shard: int, device: torch.device) -> None:
 @contextlib.contextmanager
 def random_numbers_of_step(shards: Shards, device: torch.device) -> Iterator[None]:
     """While entered, random numbers depend on seed and step alone; afterwards they go on as before."""
-    restore = keep_random_numbers(device)
+    restore = keep_random_numbers(device, numpys=_set_numpys_aside)
     seed_all(shards.seed, shards.step, _NO_SHARD, device)
     try:
         yield

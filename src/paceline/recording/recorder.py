@@ -214,10 +214,12 @@ class Recorder:
         """Write to new files, because another plan has other buckets and rows of another width."""
         number = max(self._first_plan, self._writers[-1].number + 1 if self._writers else 0)
         self._writers.append(PlanWriter(wrapper, plan, number, unit=self.unit, folder=self._folder))
-        own = [each for each in self._writers if each.number >= self._first_plan]
-        if len(own) > _MOST_PLANS:
-            self._writers.remove(own[0])
-            own[0].delete_files()
+        # Of earlier generations, what is in files stays there, and needs to be open no more.
+        self._writers = [
+            each for each in self._writers if each.number >= self._first_plan or not each.is_in_folder
+        ]
+        if len(self._writers) > _MOST_PLANS:
+            self._writers.pop(0).delete_files()
         self._row[_BUCKETS:] = [0] * (row_width(len(plan.buckets)) - _BUCKETS)
 
 

@@ -108,6 +108,11 @@ class PlanWriter:
             self._leave_folder(error)
             self.ring = RingBuffer(columns, None)
 
+    @property
+    def is_in_folder(self) -> bool:
+        """Whether the rows are in a file."""
+        return self._folder is not None
+
     def set_unit(self, unit: str) -> None:
         """Change what is counted."""
         self._unit = unit

@@ -5,6 +5,7 @@ import threading
 import warnings
 from pathlib import Path
 
+from paceline.errors import OptionError
 from paceline.training.saving import load, write_state
 from paceline.training.state import TrainingState, in_bytes
 
@@ -35,7 +36,12 @@ class Checkpoints:
         """Go on from the last checkpoint; False if there is none."""
         if not self._file.exists():
             return False
-        load(self._file, self._state)
+        try:
+            load(self._file, self._state)
+        except Exception as error:
+            raise OptionError(
+                f"the checkpoint cannot be loaded ({self._file}): {type(error).__name__}: {error}"
+            ) from error
         return True
 
     def after_step(self, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 import enum
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ from paceline.comm.roster import Roster
 from paceline.data.batch_sampler import ShardedBatchSampler
 from paceline.ddp.shard_loop import keep_random_numbers, random_numbers_of_step
 from paceline.ddp.wrapper import DistributedDataParallel
-from paceline.errors import OptionError, StepError
+from paceline.errors import OptionError, StalledError, StepError, UnsupportedError
 from paceline.recording.healings import Healing, write_healing
 from paceline.recording.ledger import LedgerWriter, ledger_from_environment
 from paceline.recording.recorder import folder_from_environment
@@ -51,8 +52,9 @@ class Run:
     of them go on from one state, and the step comes again. Under ``paceline run --checkpoint``, the state is
     saved every few steps, and the same command goes on from it. The result has the same bits in each case.
 
-    Gradients are reset at the start of each block. What a step changes belongs inside the block, and no
-    collective belongs after ``optimizer.step()``.
+    Gradients are reset at the start of each block. What a step changes belongs inside the block, after
+    ``optimizer.step()``, and no collective belongs there. Code after the block also runs for a step that was
+    lost: look at ``step.is_done``.
 
     Args:
         ddp: the wrapper, with ``shards``.
@@ -89,7 +91,7 @@ class Run:
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
         self._outcome = _Outcome.WAITING
-        self._number = 0
+        self._number = self._ended_well = 0
         self._has_stepped = False
         self._restore: Callable[[], None] = lambda: None
         self._is_over = False
@@ -130,10 +132,10 @@ class Run:
     def _take_batch(self) -> bool:
         """Have the batch of the current step; False if there are no more steps."""
         while self._batch is None and self._sampler.epoch < self._epochs:
-            if self._batches is None:
-                with random_numbers_of_step(self._ddp.shards, self._ddp.join_device):
+            with random_numbers_of_step(self._ddp.shards, self._ddp.join_device):
+                if self._batches is None:
                     self._batches = iter(self._loader)
-            self._batch = next(self._batches, None)
+                self._batch = next(self._batches, None)
             if self._batch is None:
                 self._batches = None
                 self._sampler.set_epoch(self._sampler.epoch + 1)
@@ -143,6 +145,7 @@ class Run:
     def _after_block(self) -> None:
         outcome, self._outcome = self._outcome, _Outcome.WAITING
         if outcome is _Outcome.LOST:
+            self._restore()  # once more: code after the block may have drawn random numbers
             self._regroup(BROKEN if self._has_stepped else self.steps)
         elif outcome is not _Outcome.DONE:
             raise StepError("train inside `with step:`, once for each step of the run")
@@ -157,7 +160,13 @@ class Run:
 
     def _leave(self) -> None:
         """The loop over the steps has ended, perhaps by ``break``, or by an exception."""
-        if self._regrouping is not None and not self._is_over:
+        if self._outcome is _Outcome.LOST:
+            warnings.warn(
+                f"the loop was left though step {self._number} was lost, and has to be done again; look at "
+                "step.is_done before `break`",
+                stacklevel=2,
+            )
+        elif self._regrouping is not None and not self._is_over:
             self._regrouping.membership.leave()
         if self._checkpoints is not None:
             self._checkpoints.wait()
@@ -187,6 +196,7 @@ class Run:
         self._outcome = _Outcome.RUNNING
         self._has_stepped = False
         self._number = self.steps
+        self._ended_well = self._ddp._reducer.ended_well
         if self._regrouping is not None:
             self._restore = self._keep()
         if self._ledger is not None:
@@ -211,10 +221,16 @@ class Run:
 
         return restore
 
-    def _before_optimizer(self, *_: Any) -> None:
-        if self._outcome is _Outcome.RUNNING and not self._has_stepped:
-            self._share_buffers()
-            self._has_stepped = True
+    def _before_optimizer(self, _: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        if self._outcome is not _Outcome.RUNNING or self._regrouping is None:
+            return
+        if any(map(callable, (*arguments, options.get("closure")))):
+            raise UnsupportedError(
+                "with `paceline run --heal`, optimizers step without a closure: after a rank was lost inside "
+                "of it, no rank would have a whole state"
+            )
+        self._share_buffers()
+        self._has_stepped = True
 
     def _share_buffers(self) -> None:
         """Have what shard 0 has left on all ranks, in case that rank 0 is lost; see Note [Whose state]."""
@@ -226,6 +242,7 @@ class Run:
         if error is not None:
             return isinstance(error, Exception) and self._lose(error)
         try:
+            self._check_averaged()
             if not self._has_stepped:
                 self._share_buffers()
         except Exception as raised:
@@ -234,6 +251,16 @@ class Run:
         else:
             self._complete()
         return False
+
+    def _check_averaged(self) -> None:
+        """Raise if the step was lost, and the block has caught the error."""
+        reducer = self._ddp._reducer
+        has_begun = self.steps > self._number
+        if self._regrouping is not None and has_begun and reducer.ended_well == self._ended_well:
+            raise StalledError(
+                f"the gradients of step {self._number} were not averaged, and the block has gone on; let "
+                "errors of backward end the block"
+            )
 
     def _lose(self, error: Exception) -> bool:
         """Give up the step if its error is due to a lost rank."""
@@ -270,6 +297,11 @@ class RunStep:
         self.number = number
         self.batch = batch
         self._run = run
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its block has ended well; if not, the step was lost, and comes again."""
+        return self._run.steps > self.number
 
     def shards(self) -> Iterator[Any]:
         """This rank's shards of the batch, one after the other."""

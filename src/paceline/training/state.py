@@ -90,7 +90,9 @@ class TrainingState:
 
     def _values(self) -> dict[str, Any]:
         rest = {name: part.state_dict() for name, part in self._parts.items()}
-        return {"module": self.ddp.module_state_dict(), "rest": {"random": _random_state(), **rest}}
+        module = self.ddp.module_state_dict()
+        buffers = {name: value for name, value in self.ddp.module.named_buffers() if name not in module}
+        return {"module": module, "rest": {"random": _random_state(), "buffers": buffers, **rest}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. No code in it is run."""
@@ -100,9 +102,17 @@ class TrainingState:
         if missing := self._parts.keys() - rest.keys():
             raise OptionError(f"the state lacks parts of this training (missing: {sorted(missing)})")
         self.ddp.load_state_dict(state["module"])
+        self._load_buffers(rest.get("buffers", {}))
         for name, part in self._parts.items():
             part.load_state_dict(rest[name])
         _set_random_state(rest["random"])
+
+    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Load the buffers that no state dict has."""
+        with torch.no_grad():
+            for name, buffer in self.ddp.module.named_buffers():
+                if name in saved:
+                    buffer.copy_(saved[name])
 
 
 def in_bytes(values: Mapping[str, Any]) -> dict[str, Any]:

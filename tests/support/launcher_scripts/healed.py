@@ -48,11 +48,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         strike("forward", run.steps - 1)
-        result: Tensor = self.layers(x)
+        self.seen += x.sum()
+        result: Tensor = self.layers(x) + 0.01 * self.seen
         result.register_hook(lambda _: strike("backward", run.steps - 1))
         return result
 
@@ -96,11 +98,16 @@ print(f"pid {os.getpid()}", flush=True)
 for step in run:
     with step:
         time.sleep(OPTIONS.get("pause", 0.01))
+        scale = 1 + 0.1 * torch.rand(())  # a random number outside of shards
         for x, y in step.shards():
             loss = nn.functional.cross_entropy(ddp(x), y)
             strike("reduction", step.number)
             time.sleep(0.05 * (dist.get_rank() == 0 and "reduction" in PLAN.values()))
-            loss.backward()
+            try:
+                (scale * loss).backward()
+            except RuntimeError:
+                if not OPTIONS.get("catches"):
+                    raise
         strike("between", step.number)
         optimizer.step()
         strike("after optimizer", step.number)
@@ -108,6 +115,8 @@ for step in run:
             dist.barrier()
         scheduler.step()
     strike("outside", step.number)
+    if step.number == OPTIONS.get("leaves"):
+        break
     if step.number == OPTIONS.get("says"):
         print("says", flush=True)
 moments = [each for state in optimizer.state.values() for each in (state["exp_avg"], state["exp_avg_sq"])]

@@ -50,6 +50,8 @@ def run(arguments: tuple[str, ...]) -> None:
         job = _job(options)
         if options.record:
             make_folder(Path(options.record))
+        if options.checkpoint:
+            Path(options.checkpoint).mkdir(parents=True, exist_ok=True)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         parser.error(str(error))
     ranks = job.config.nproc_per_node

@@ -17,7 +17,7 @@ from paceline.comm.meeting_store import connect
 from paceline.comm.roster import MEMBER_VARIABLE, here_key, stalled_key, stepped_key
 from paceline.tools.run.processes import STOPPED, read_process
 from paceline.tools.run.rank_processes import RankProcesses
-from paceline.tools.run.rosters import Rosters
+from paceline.tools.run.rosters import HostError, Rosters
 from paceline.tools.run.spares import Spares
 from paceline.tools.run.stalls import FindStall
 
@@ -27,6 +27,8 @@ _MOST_TRIES = 3
 _COME_SECONDS = 1800.0
 _CONNECT_SECONDS = 20.0
 _WATCH_SECONDS = 1.0
+# How long the other ranks may take to say that the training is over, after one has ended.
+_END_SECONDS = 2.0
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Healer:
         self._places: dict[int, _Place] = {}
         self._why: dict[str, str] = {}
         self._watched_at = 0.0
+        self._ended_since: float | None = None
         self._lost = 0
 
     def start(self, context: SubprocessContext, group: WorkerGroup) -> None:
@@ -117,6 +120,7 @@ class Healer:
             self._rosters.fail(f"rank {self._rank(raised[0])} has failed, on another host")
         if raised or self._rosters.is_over:
             return any(code is not None for code in codes.values())
+        self._check_ended([local for local, code in codes.items() if code == 0])
         for local, code in failed.items():
             self._replace_or_drop(self._places[local], code)
         for place in self._places.values():
@@ -127,6 +131,18 @@ class Healer:
         self._say_members()
         self._watch()
         return False
+
+    def _check_ended(self, ended: Sequence[int]) -> None:
+        """Raise if a rank has ended well while others train: they would wait for it."""
+        if not ended or not self._rosters.is_training:
+            self._ended_since = None
+        elif self._ended_since is None:
+            self._ended_since = time.monotonic()
+        elif time.monotonic() > self._ended_since + _END_SECONDS:
+            raise HostError(
+                f"rank {self._rank(ended[0])} has ended before the training was over: all ranks have to go "
+                "through the loop over paceline.Run to its end, or leave it in the same step"
+            )
 
     def wait_for_hosts(self) -> None:
         """The ranks of this host have ended: wait for those of other hosts, which need the store."""

@@ -20,7 +20,7 @@ _LEAVE_SECONDS = 0.1
 
 
 class HostError(Exception):
-    """The run has ended on this host because of another one; the message says why."""
+    """The run has to end on this host; the message says why."""
 
 
 @dataclass
@@ -90,11 +90,17 @@ class Rosters:
         self._words = [_Word() for _ in range(hosts)]
         self._silent_after = silent_after
         self._said_at = 0.0
+        self._has_begun = False
 
     @property
     def members(self) -> Sequence[str]:
         """The members of the last roster."""
         return () if self.roster is None else self.roster.members
+
+    @property
+    def is_training(self) -> bool:
+        """Whether members have begun to train, and have not ended the training."""
+        return self._has_begun and not self.is_over
 
     @property
     def is_over(self) -> bool:
@@ -115,6 +121,7 @@ class Rosters:
             self._listen(now)
             self._write()
         self._read()
+        self._has_begun = self._has_begun or self._is_set(opened_key)
         if self._store.check([FAILED_KEY]):
             raise HostError(self._store.get(FAILED_KEY).decode())
 

@@ -17,6 +17,8 @@ from typing import Protocol
 
 from paceline.tools.run import worker
 
+# How long a spare may take to import everything; one that is stopped, or blocked, is replaced.
+_IMPORT_SECONDS = 120.0
 # How long a spare that has imported everything may take to fork.
 _FORK_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -75,12 +77,19 @@ class _Spare:
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self._is_ready = False
+        self._until = time.monotonic() + _IMPORT_SECONDS
 
     @property
     def is_ready(self) -> bool:
         """Whether it has imported everything."""
         self._is_ready = self._is_ready or self._answer(0.0) is not None
         return self._is_ready
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or will never be ready."""
+        is_late = not self._is_ready and time.monotonic() > self._until
+        return self.process.poll() is not None or is_late
 
     def fork(self, order: bytes) -> int | None:
         """Have it fork a rank, or become one; returns the rank's pid. None if it does not answer."""
@@ -138,8 +147,8 @@ class Spares:
 
     def fill(self) -> None:
         """Start as many as are missing."""
-        for spare in [each for each in self._waiting if each.process.poll() is not None]:
-            spare.close()
+        for spare in [each for each in self._waiting if each.is_gone]:
+            spare.end()
             self._waiting.remove(spare)
         while len(self._waiting) < self._number:
             self._waiting.append(self._start())

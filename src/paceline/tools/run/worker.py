@@ -95,13 +95,14 @@ def _wait_as_spare(script: Path | None) -> None:
     See Note [Forked spares] in spares.py.
     """
     _die_with_parent()
+    said, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 1)  # what modules print is not for the launcher
     if script is not None and script.is_file():
         _put_on_path(str(script.resolve().parent))
         for name in (*_SPARE_IMPORTS, *imports_of(script)):
-            with contextlib.suppress(Exception):  # the script itself will raise it, or catch it
+            # The script itself will raise it, or catch it; some modules exit without a rank.
+            with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
-    said, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 1)  # what modules print is not for the launcher
     os.write(said, b"ready\n")
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
