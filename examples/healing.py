@@ -2,9 +2,9 @@
 
 paceline run --heal -n 3 examples/healing.py --kill 12
 
-In step 12 rank 1 kills itself. A spare process takes its place, and the step is done again. The sha256 at the
-end is the same without ``--kill``, without ``--heal``, with any other number of ranks, and whichever ranks you
-kill yourself (``kill -9 PID``).
+In step 12 rank 1 kills itself. A spare process takes its place, and the step is done again. The sha256 at
+the end is the same without ``--kill``, without ``--heal``, with any other number of ranks, and whichever
+ranks you kill yourself (``kill -9 PID``).
 """
 
 import argparse
