@@ -164,10 +164,7 @@ class Peers:
             return RankStatus(rank, ProcessState.ENDED, Activity.OUTSIDE)
         heard = self._words.get(address.host)
         if heard is None:
-            # Its first word may be on its way: words are fetched only while somebody listens.
-            is_silent = time.monotonic() > self._listens_since + _SILENT_SECONDS
-            state = ProcessState.SILENT if is_silent else ProcessState.UNKNOWN
-            return RankStatus(rank, state, activity=None, host=address.node)
+            return RankStatus(rank, ProcessState.SILENT, activity=None, host=address.node)
         at, word = heard
         found = [each for each in word["ranks"] if each["rank"] == rank]
         status = RankStatus.from_json(found[0]) if found else RankStatus(rank, ProcessState.UNKNOWN)

@@ -169,7 +169,9 @@ class GroupWatch:
             if any(each.is_gone for each in missing) or time.monotonic() > until:
                 break
             blamed = {each.because_of for each in others}
-            if found := [each for each in missing if each.rank in blamed]:  # by a rank that has looked too
+            found = [each for each in missing if each.rank in blamed]  # by a rank that has looked too
+            # That rank may have heard of its host already, and this one not yet.
+            if found and all(each.activity is not None for each in found):
                 missing = found
                 break
             time.sleep(_BLAME_LOOK_SECONDS)
