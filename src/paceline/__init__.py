@@ -46,6 +46,7 @@ from paceline.errors import (
     WorldError,
     WrapError,
 )
+from paceline.optim.host_optimizer import HostOptimizer
 from paceline.optim.sharded_optimizer import ShardedOptimizer
 from paceline.tools.run.launch import launch
 from paceline.torch_private import warn_if_newer as _warn_if_newer
@@ -74,6 +75,7 @@ __all__ = [
     "HookError",
     "HookSignatureError",
     "HookTypeError",
+    "HostOptimizer",
     "LaunchError",
     "LaunchedRank",
     "MeetingError",

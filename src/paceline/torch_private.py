@@ -169,6 +169,12 @@ version_of: Callable[[Tensor], int] = _attribute(
     torch.Tensor, "_version", "it cannot be told whether somebody wrote to a gradient"
 )
 
+# What a GradScaler calls to multiply gradients and to look for infinities. Without it a HostOptimizer's ranks
+# do not tell each other what their scalers find.
+unscale_and_check: Callable[..., Any] = _find(
+    "torch._amp_foreach_non_finite_check_and_unscale_", lambda *_: None
+)
+
 # The address of the C++ object behind a tensor or a storage.
 cdata_of: Callable[[Tensor | torch.UntypedStorage], int] = _attribute(
     torch.Tensor, "_cdata", "it cannot be told who uses a gradient's memory"

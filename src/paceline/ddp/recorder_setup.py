@@ -83,4 +83,6 @@ def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
+    if isinstance(whole := getattr(optimizer, "whole_parameters", None), list):  # its groups have parts
+        return [*map(id, whole)]
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,6 +1,6 @@
 """An optimizer whose state is split over the ranks: each rank owns a share of the parameters and steps it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.torch_distributed import Join, Joinable, JoinHook
+from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
 from paceline.optim.share_state import ShareState
@@ -253,22 +254,3 @@ def _copy_options(source: Optimizer, target: Optimizer) -> None:
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def assign_owners(sizes: Sequence[int], owned: Sequence[int]) -> list[int]:
-    """The owner of each parameter, so that ranks end with about the same number of bytes.
-
-    The largest parameter goes first, each to the rank that has least by then; among equals, to the first. So
-    every rank computes the same owners.
-
-    Args:
-        sizes: the parameters' sizes in bytes.
-        owned: how many bytes each rank owns already.
-    """
-    totals = [*owned]
-    owners = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        owner = min(range(len(totals)), key=lambda rank: (totals[rank], rank))
-        owners[number] = owner
-        totals[owner] += sizes[number]
-    return owners

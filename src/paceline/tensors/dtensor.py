@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from paceline.tensors.part_parameter import PartParameter
 from paceline.torch_private import (
     AsyncCollectiveTensor,
     cdata_of,
@@ -174,8 +175,9 @@ class LocalParameter:
         return grad  # type: ignore[no-any-return]
 
 
-# A parameter as the reducer sees it: the parameter itself, or the local tensor of a DTensor parameter.
-Trained = Parameter | LocalParameter
+# A parameter as the reducer sees it: the parameter itself, the local tensor of a DTensor parameter, or a
+# parameter whose average goes to parts of it.
+Trained = Parameter | LocalParameter | PartParameter
 
 
 def local_parameter(parameter: Parameter) -> Trained:
@@ -188,7 +190,7 @@ def local_parameter(parameter: Parameter) -> Trained:
 
 def whole_parameter(trained: Trained) -> Parameter:
     """The module's parameter, as its users see it."""
-    return trained.parameter if isinstance(trained, LocalParameter) else trained
+    return trained if isinstance(trained, Parameter) else trained.parameter
 
 
 def grad_version(trained: Trained) -> int:

@@ -58,10 +58,12 @@ class Activity(enum.IntEnum):
     """Makes module buffers equal."""
     BUCKET = enum.auto()
     """Waits for a bucket, or for the step report."""
+    UPDATE = enum.auto()
+    """Waits before or after an update of parameters that ranks share."""
 
 
 # A rank that does one of these for long waits for other ranks.
-WAITING = frozenset({Activity.WRAPPING, Activity.BUFFERS, Activity.INPUTS, Activity.BUCKET})
+WAITING = frozenset({Activity.WRAPPING, Activity.BUFFERS, Activity.INPUTS, Activity.BUCKET, Activity.UPDATE})
 
 
 class Moment(enum.IntEnum):

@@ -138,6 +138,8 @@ def describe_awaited(doing: Doing, names: Sequence[str] = ()) -> str:
             return "the other ranks to wrap their module"
         case Activity.BUFFERS:
             return f"the module buffers of step {doing.step}"
+        case Activity.UPDATE:
+            return f"the other ranks to update the shared parameters after step {doing.step}"
         case Activity.INPUTS:
             return "the other ranks to say whether they have inputs (join)"
         case _:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.optim.sharded_optimizer import assign_owners
+from paceline.ddp.buckets.cut import assign_owners
 
 
 def test_the_largest_go_first_each_to_the_rank_with_least() -> None:

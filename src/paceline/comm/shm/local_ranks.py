@@ -5,6 +5,7 @@ containers. So one of them makes a segment and writes a secret into it. The othe
 and write one of their own. Then every rank checks that the secrets of all others are there.
 """
 
+import ctypes
 import itertools
 import os
 import secrets
@@ -12,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +42,36 @@ class Gatherer(Protocol):
 
     def gather_objects(self, own: object) -> list[Any]:
         """Every rank's object."""
+
+
+class HostMemory:
+    """Memory that all ranks of a host read and write, in the first rank's region.
+
+    Args:
+        segment: what they share.
+        span: where it is.
+        on_drop: called when neither this object nor any tensor in the memory is left on this rank.
+
+    Attributes:
+        kept: what this rank keeps until all ranks have dropped the memory, because they may read it.
+    """
+
+    def __init__(self, segment: Segment, span: Span, on_drop: Callable[[], object]) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._memory = segment.at(span.offset, span.nbytes)
+        weakref.finalize(self, on_drop).atexit = False
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor with a storage of its own, from a byte of the memory on."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        memory = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(self._memory.data_ptr() + offset)
+        weakref.finalize(memory, _hold, self).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+
+def _hold(_: object) -> None:
+    """Keep an object as long as another one lives."""
 
 
 class LocalRanks:
@@ -73,6 +105,10 @@ class LocalRanks:
         self._numbers = itertools.count()
         self._unused: list[int] = []
         self._dropped: dict[int, tuple[Span, object]] = {}
+        # Memory of the whole host, by number; its spans are the first rank's.
+        self._memories: dict[int, tuple[Span, object]] = {}
+        self._dropped_memories: set[int] = set()
+        self._memories_opened = itertools.count()
 
     def open_channel(
         self, group: Gatherer, *, nbytes: int, timeout: float, names: Sequence[int] | None = None
@@ -132,6 +168,49 @@ class LocalRanks:
         if problems:
             self._segment.unmap(windows)  # a rank whose address space is limited needs it for other things
         return problems
+
+    def open_memory(self, group: Gatherer, nbytes: int) -> HostMemory:
+        """Memory that the ranks of each host have once; every rank of the group calls this at once.
+
+        It is released when every rank of the host has dropped it and calls this again.
+
+        Raises:
+            OSError: there is not enough, on some rank.
+        """
+        span, problem = None, None
+        if self.rank == 0:
+            try:
+                span = self.arena.take_addresses(nbytes)
+                self._segment.reserve(span.offset, span.nbytes)
+            except OSError as error:
+                problem = f"rank {group.rank}: {error}"
+        everyone = group.gather_objects((span, problem, sorted(self._dropped_memories)))
+        self._release_memories([everyone[rank][2] for rank in self.ranks])
+        problems = [theirs for _, theirs, _ in everyone if theirs is not None]
+        memory, span = None, everyone[self.ranks[0]][0]
+        if not problems:
+            number = next(self._memories_opened)
+            problem = None
+            try:
+                memory = HostMemory(self._segment, span, partial(self._dropped_memories.add, number))
+                self._memories[number] = span, memory.kept
+            except OSError as error:
+                problem = f"rank {group.rank}: {error}"
+            problems = [theirs for theirs in group.gather_objects(problem) if theirs is not None]
+        if memory is None or problems:
+            raise OSError("; ".join(problems))
+        return memory
+
+    def _release_memories(self, dropped: Sequence[Sequence[int]]) -> None:
+        for number in set(dropped[0]).intersection(*dropped):
+            self._dropped_memories.discard(number)
+            span, _ = self._memories.pop(number)
+            if self.rank == 0:
+                self.arena.free(span)
+
+    def read(self, address: int, nbytes: int) -> torch.Tensor:
+        """A copy of bytes that a rank of this host has at an address."""
+        return self._segment.at(address, nbytes).clone()
 
     def _channel(self, number: int, timeout: float, names: Sequence[int] | None) -> Channel:
         staging = self.arena.take_addresses(STAGING_BYTES)

@@ -14,7 +14,8 @@ from paceline.comm.shm.channel import Channel
 from paceline.comm.shm.collective import Launched
 from paceline.comm.shm.collectives import BroadcastBytes, OneShotReduce, Scaling, as_bytes, prefers_one_shot
 from paceline.comm.shm.in_place import AllGatherSlices, ReduceScatterSlices, Slice, TwoShotAllReduce
-from paceline.comm.shm.local_ranks import Gatherer, LocalRanks, find_local_ranks
+from paceline.comm.shm.local_ranks import Gatherer, HostMemory, LocalRanks, find_local_ranks
+from paceline.comm.shm.reduce_parts import ReduceParts, TensorParts
 
 # Up to this many bytes one host leader reduces everything: each slice would be a message.
 _ONE_LEADER_BYTES = 32 << 10
@@ -43,12 +44,14 @@ class SharedMemoryTransport:
         hosts: the number of hosts.
         leaders: the number of host leaders per host.
         rank: this rank's number on its host.
+        ranks: the ranks of this host, by their numbers in the group.
     """
 
     def __init__(self, channel: Channel, local_ranks: LocalRanks, leaders: HostLeaders | None) -> None:
         self.hosts = len(local_ranks.hosts)
         self.leaders = local_ranks.leaders
         self.rank = channel.rank
+        self.ranks = list(local_ranks.ranks)
         self._channel = channel
         self._local_ranks = local_ranks
         self._leaders = leaders
@@ -98,6 +101,30 @@ class SharedMemoryTransport:
         """Begin to write this rank's slices into the tensors of all ranks of this host."""
         gather = AllGatherSlices(self._channel, tensor, part, slices)
         return SharedMemoryPending(self._channel, self._channel.launch(gather), tensor)
+
+    def reduce_parts(self, tensor: Tensor, parts: TensorParts) -> Pending:
+        """Begin to add up a flat tensor over the ranks; each rank gets the sum of its own elements only."""
+        reduce = ReduceParts(
+            self._channel,
+            tensor,
+            parts,
+            between_hosts=None if self._leaders is None else self._leaders.all_reduce,
+            leaders=None if self.hosts == 1 else self.leaders,
+        )
+        return SharedMemoryPending(self._channel, self._channel.launch(reduce), tensor)
+
+    def open_memory(self, group: Gatherer, nbytes: int) -> HostMemory:
+        """Memory that the ranks of each host have once; every rank of the group calls this at once."""
+        return self._local_ranks.open_memory(group, nbytes)
+
+    def address_of(self, tensor: Tensor) -> int | None:
+        """Where ranks of this host find a tensor that was made by ``empty``, for ``read``."""
+        span = self._channel.arena.span_of(tensor)
+        return None if span is None else span.offset
+
+    def read(self, address: int, nbytes: int) -> Tensor:
+        """A copy of bytes that a rank of this host has at an address."""
+        return self._local_ranks.read(address, nbytes)
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int, bytes_at_once: int) -> None:
         """Make tensors equal to those of one rank: on its host, between hosts, on the other hosts."""

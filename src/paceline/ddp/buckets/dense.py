@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.ddp.buckets.lending import Lent, held
 from paceline.ddp.buckets.plan import Slot
 from paceline.tensors.dtensor import Trained
+from paceline.tensors.part_parameter import PartParameter
 from paceline.torch_private import foreach_copy_, foreach_mul_
 
 # Elements from which a gradient is large; 128 KiB of float32.
@@ -290,7 +291,9 @@ class DenseBucket:
     def add_to_grads(self, more: "DenseBucket") -> None:
         """Add to ``.grad`` what a second reduction of the same slots brought."""
         for parameter, view in zip(self.parameters, more.views, strict=True):
-            if parameter.grad is not None:
+            if isinstance(parameter, PartParameter):
+                parameter.add_to_grad(view)
+            elif parameter.grad is not None:
                 parameter.grad.add_(view)
 
     def _take_off(self, batch: CopyBatch, grads: list[Tensor]) -> None:

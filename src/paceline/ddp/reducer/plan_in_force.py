@@ -10,6 +10,7 @@ from paceline.ddp.reducer.planner import Planner, PlanStage
 from paceline.ddp.reducer.step import MOST_SMALL
 from paceline.ddp.reducer.step_context import StepContext, lay_out
 from paceline.ddp.reducer.step_report import StepSummary
+from paceline.ddp.state.parameters import ReducedParameters
 from paceline.recording.writer import PlanDescription
 
 
@@ -52,6 +53,12 @@ class PlanInForce:
     def is_rebuilt(self) -> bool:
         """Whether it was learned from the first backward."""
         return self._planner.stage is PlanStage.LEARNED and self.is_latest
+
+    def use_parts(self, parameters: ReducedParameters) -> None:
+        """Have averages go to parts of the parameters, beginning with the next plan that is adopted."""
+        self.context = dataclasses.replace(self.context, parameters=parameters)
+        # A part of a bucket is of no use to whoever keeps it.
+        self._options = dataclasses.replace(self._options, as_views=True)
 
     def adopt(self, group: Group, exchange: Exchange) -> None:
         """Follow the planner's plan from now on, with this group and this exchange."""

@@ -49,6 +49,7 @@ from paceline.ddp.reducer.variants.compiled_graph import traced_reduction
 from paceline.ddp.reducer.variants.distributed_autograd import DistributedAutograd
 from paceline.ddp.state.buffers import BufferHookLocation, ModuleBuffers
 from paceline.ddp.state.parameters import ReducedParameters
+from paceline.ddp.state.part_parameters import PartParameters
 from paceline.errors import OptionError, StepError, UnsupportedError
 from paceline.recording.recorder import Recorder
 from paceline.recording.rows import StepKind
@@ -279,6 +280,7 @@ class Reducer:
                         f"call it after backward ({self.where})"
                     )
                 self.turns.begin(self)
+                self.context.parameters.begin_backward()
                 self.grad_hooks.expect()
                 self._phase = Phase.ACCUMULATING
                 if self.is_weighted:
@@ -482,6 +484,13 @@ class Reducer:
         self._wait_for_lost_step()
         self._plan.adopt(self.group, exchange)
 
+    def use_parts(self, parameters: PartParameters, exchange: Exchange) -> None:
+        """Give each rank its part of the averages from now on; also if parts have changed."""
+        self.check_finalized()
+        self._wait_for_lost_step()
+        self._plan.use_parts(parameters)
+        self._plan.adopt(self.group, exchange)
+
     def move_to(
         self, group: Group, *, step: int = 0, audit: Audit | None = None, has_lost_ranks: bool = False
     ) -> None:
@@ -559,6 +568,8 @@ class Reducer:
         copy_late = self.grad_hooks.nested or not self.grad_hooks.run_last()  # others read ``.grad`` after us
         if self.group.may_change:
             self.ranks = self.group.count_ranks()
+        if self._phase is Phase.IDLE:
+            self.context.parameters.begin_backward()
         self._phase = Phase.SYNCING
         self._step = Step(
             self.context,
@@ -615,6 +626,7 @@ class Reducer:
 
     def _learn(self, summary: StepSummary) -> None:
         context = self.context
+        context.parameters.end_step()
         self.is_step_new = self._plan.learn(summary)
         context.buffers.learn(changed=summary.buffers_changed or context.group.may_change)
         self.last_summary = summary

@@ -67,6 +67,12 @@ class ReducedParameters:
         for part in self._parts:
             part.keep_hooks()
 
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def end_step(self) -> None:
+        """A step has ended well."""
+
     def clear_grads(self, slots: Iterable[int] | None = None) -> None:
         """Set ``.grad`` to None, of all parameters or of some."""
         for slot in range(len(self.local)) if slots is None else slots:

@@ -20,6 +20,7 @@ _NAMES = {
     Activity.INPUTS: "waiting for inputs (join)",
     Activity.BUFFERS: "waiting for module buffers",
     Activity.BUCKET: "waiting for a bucket",
+    Activity.UPDATE: "waiting for the update of shared parameters",
 }
 
 

@@ -1,0 +1,105 @@
+"""Which rank of a host has which part of each parameter. Pure: no tensors here.
+
+A part is a range of a parameter's elements, in the order in which they lie in memory. It never depends on the
+bucket plan, because optimizer state belongs to it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from paceline.ddp.buckets.plan import Slot
+
+# A parameter with fewer elements is not cut: each of its parts would cost a call.
+SMALLEST_CUT = 1 << 15
+# Ranges begin at multiples of this many elements, so that no two ranks write to one cache line.
+_ALIGNED = 64
+# Elements that one rank may have more than another, so that adjacent parameters stay together.
+_MAX_LEAD = 1 << 16
+
+
+class Range(NamedTuple):
+    """Some elements of a parameter, and the rank that has them."""
+
+    owner: int
+    start: int
+    end: int
+
+
+class SlotLeaders:
+    """Which rank of a host leads for which slot; the same on every rank.
+
+    Args:
+        count: the number of leaders per host.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._loads = [0] * count
+        self._current = 0
+        self._leader: dict[int, int] = {}
+
+    def of(self, slots: Sequence[Slot]) -> list[int]:
+        """Each slot's leader; new slots go to one that has few elements."""
+        return [self._of(slot) for slot in slots]
+
+    def _of(self, slot: Slot) -> int:
+        if slot.index not in self._leader:
+            least = min(self._loads)
+            if self._loads[self._current] - least > _MAX_LEAD:
+                self._current = self._loads.index(least)
+            self._loads[self._current] += slot.numel
+            self._leader[slot.index] = self._current
+        return self._leader[slot.index]
+
+
+class Cut:
+    """The parts of all parameters; the same on every rank.
+
+    Args:
+        slots: the parameters.
+        ranks: the number of ranks that get parts.
+    """
+
+    def __init__(self, slots: Sequence[Slot], ranks: int) -> None:
+        self._ranks = ranks
+        self._slots = slots
+        leaders = SlotLeaders(ranks)
+        self._ranges = [
+            _evenly(slot.numel, ranks)
+            if slot.numel >= SMALLEST_CUT
+            else [Range(leaders.of([slot])[0], 0, slot.numel)]
+            for slot in slots
+        ]
+
+    def __getitem__(self, slot: int) -> Sequence[Range]:
+        return self._ranges[slot]
+
+    def keep_whole(self, slots: Iterable[int], costs: Sequence[float]) -> None:
+        """Give each of these slots to one rank, so that ranks have about the same costs."""
+        members = list(slots)
+        for slot, owner in zip(members, assign_owners(costs, [0.0] * self._ranks), strict=True):
+            self._ranges[slot] = [Range(owner, 0, self._slots[slot].numel)]
+
+
+def assign_owners(costs: Sequence[float], owned: Sequence[float]) -> list[int]:
+    """The owner of each parameter, so that ranks end with about the same costs.
+
+    The most expensive parameter goes first, each to the rank that has least by then; among equals, to the
+    first. So every rank computes the same owners.
+
+    Args:
+        costs: of the parameters, such as their sizes in bytes.
+        owned: what each rank has already.
+    """
+    totals = [*owned]
+    owners = [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        owner = min(range(len(totals)), key=lambda rank: (totals[rank], rank))
+        owners[number] = owner
+        totals[owner] += costs[number]
+    return owners
+
+
+def _evenly(numel: int, ranks: int) -> list[Range]:
+    length = -(-numel // ranks // _ALIGNED) * _ALIGNED
+    bounds = [min(numel, rank * length) for rank in range(ranks)] + [numel]
+    return [Range(rank, *bounds[rank : rank + 2]) for rank in range(ranks) if bounds[rank] < bounds[rank + 1]]

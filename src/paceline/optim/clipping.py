@@ -1,0 +1,44 @@
+"""Clipping of gradients of which each rank has its part."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from paceline.errors import OptionError, StepError
+
+
+def clip_parts(
+    gather: Callable[[Tensor], Tensor],
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Scale gradients so that the norm of all ranks' parts together is at most ``max_norm``.
+
+    Args:
+        gather: gives the numbers of all ranks, one of each.
+        grads: this rank's parts.
+        max_norm: the largest norm that is left as it is.
+        norm_type: which norm.
+        error_if_nonfinite: whether to raise if the norm is not finite.
+
+    Returns:
+        The norm before.
+    """
+    if norm_type <= 0:
+        raise OptionError(f"norm_type must be positive (norm_type: {norm_type})")
+    own = get_total_norm(grads, norm_type) if grads else torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(gather(own), norm_type).to(own.dtype)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise StepError(
+            f"the norm of the gradients is not finite, so they cannot be clipped (norm: {norm.item()}); "
+            "error_if_nonfinite=False scales them all the same"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor)
+    return norm

@@ -1,0 +1,297 @@
+"""A wrapped module's parameters once per host, and which rank steps which part of them."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.comm.group import Group
+from paceline.comm.shm.transport import SharedMemoryTransport
+from paceline.ddp.buckets.cut import Cut
+from paceline.ddp.exchange.average import Average, LowPrecisionAverage
+from paceline.ddp.exchange.part_average import PartAverage
+from paceline.ddp.state.part_parameters import PartParameters
+from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.errors import OptionError, StepError, UnsupportedError
+from paceline.optim.part_state import PLACE_BYTES, PartState
+from paceline.tensors.dtensor import is_dtensor
+from paceline.tensors.part_parameter import part_of
+from paceline.tensors.shared_parameter import Writes, use_memory
+from paceline.watch.error_words import describe_error
+from paceline.watch.rank_page import Activity
+
+# Each parameter begins at a multiple of this many bytes.
+_ALIGNED = 256
+_known: "weakref.WeakKeyDictionary[DistributedDataParallel, HostParameters]" = weakref.WeakKeyDictionary()
+
+
+def host_parameters_of(wrapper: DistributedDataParallel) -> "HostParameters":
+    """The wrapper's parameters, moved to shared memory the first time; all ranks call this at once."""
+    if wrapper not in _known:
+        _known[wrapper] = HostParameters(wrapper)
+    return _known[wrapper]
+
+
+class HostParameters:
+    """Has the parameters of a wrapped module in memory that all ranks of a host share.
+
+    Args:
+        wrapper: the wrapped module.
+
+    Attributes:
+        rank: this rank's number among those of its host that have parts.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        _refuse(wrapper)
+        self._wrapper = weakref.ref(wrapper)
+        self._group: Group = wrapper._group
+        group = self._group
+        self._reducer = reducer = wrapper._reducer
+        self._slots, self._whole, _ = wrapper._wrapped.params
+        shared = group.shared
+        self.rank = 0 if shared is None else shared.rank
+        ranks = 1 if shared is None else shared.leaders
+        self._cut = Cut(self._slots, ranks)
+        self._writes = Writes()
+        self._tensors = [*map(_dense, self._whole)] if shared is None else self._move(shared)
+        self._numbers = {parameter: slot for slot, parameter in enumerate(self._whole)}
+        self._parts = PartParameters(reducer.context.parameters)
+        self._plain = Average(group) if wrapper._precision is None else LowPrecisionAverage(group)
+        self._broken: str | None = None
+
+    def name_of(self, parameter: Tensor) -> str:
+        """A parameter's name in the module."""
+        return self._slots[self._slot(parameter)].name
+
+    def keep_whole(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
+        """Do not cut these parameters: one rank steps each of them."""
+        self._cut.keep_whole(map(self._slot, parameters), costs)
+
+    def parts_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]]:
+        """Who steps a parameter: rank, first element in memory, and the one behind the last, of each part."""
+        return self._cut[self._slot(parameter)]
+
+    def take(self, parameter: Tensor) -> list[tuple[int, Tensor]]:
+        """This rank's parts of a parameter: where each begins, and a tensor for an optimizer to step.
+
+        A part is flat, unless it is the whole parameter.
+        """
+        slot = self._slot(parameter)
+        memory, ranges = self._tensors[slot], self._cut[slot]
+        taken = [
+            (start, memory if len(ranges) == 1 else _flat(memory, start, end))
+            for owner, start, end in ranges
+            if owner == self.rank
+        ]
+        self._parts.cut[slot].parts = taken
+        return taken
+
+    def reduce_to_parts(self) -> None:
+        """Have backward leave each rank with the averages of its own parts, as they are now."""
+        self._reducer.use_parts(self._parts, PartAverage(self._group, self._plain, self._cut))
+
+    def drop_grads(self, parameters: Sequence[Tensor]) -> None:
+        """Drop the gradients of these parameters, and of their parts."""
+        self._parts.clear_grads(map(self._slot, parameters))
+
+    def open_state(self) -> PartState | None:
+        """A place for the state of an optimizer; every rank calls this at once. None if there is one rank."""
+        if (shared := self._group.shared) is None:
+            return None
+        state = PartState(shared, shared.open_memory(self._group, PLACE_BYTES * len(shared.ranks)))
+        self.wait()
+        return state
+
+    def gather_numbers(self, own: Tensor) -> Tensor:
+        """The numbers of all ranks of a host that have parts, one of each."""
+        group = self._group
+        everyone = torch.zeros(group.size, dtype=torch.float64)
+        everyone[group.rank] = own
+        if group.size > 1:
+            step = max(0, self._reducer.step_number - 1)
+            with group.watch.waiting(Activity.UPDATE, step, then=Activity.OUTSIDE):
+                everyone = group.all_reduce(everyone).wait(lambda: None)
+        # Other hosts have the same parts, and so the same numbers.
+        return everyone if group.shared is None else everyone[group.shared.ranks]
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        self._count(said=False)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """All ranks of the host write their parts in here, and nobody reads.
+
+        Ranks wait for each other before, because some may still compute with the old values, and after, so
+        that everybody sees the new ones. If it fails on a rank, all ranks raise.
+        """
+        if self._broken is not None:
+            raise StepError(self._broken)
+        self._reducer.turns.finish_launched()
+        self._check_writes()
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        self._end_update(error)
+        # As if each rank had written all of it: a backward over an older graph then raises, as it should.
+        torch.autograd.graph.increment_version(self._whole)
+        self.forget_writes()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let the user write to parameters: what the first rank of each host writes stays.
+
+        In here, the other ranks have copies of their own, which are dropped at the end.
+        """
+        is_first = self._group.shared is None or self._group.shared.rank == 0
+        self.wait()
+        if not is_first:
+            for parameter, memory in zip(self._whole, self._tensors, strict=True):
+                use_memory(parameter, memory.clone())
+        self.wait()
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        for parameter, memory in zip(self._whole, self._tensors, strict=True):
+            if is_first and parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(parameter.detach())  # it was given other memory
+            use_memory(parameter, memory)
+        self.forget_writes()
+        failed = self._count(said=error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise StepError(f"{failed} other rank(s) raised while parameters were written")
+        self._broken = None
+
+    def forget_writes(self) -> None:
+        """What was written to parameters so far is right."""
+        self._writes.forget()
+
+    def _slot(self, parameter: Tensor) -> int:
+        try:
+            return self._numbers[parameter]  # type: ignore[index]
+        except KeyError:
+            raise OptionError(
+                "the optimizer can step parameters that the wrapper averages, and no others "
+                f"(given: {tuple(parameter.shape)}, {parameter.dtype})"
+            ) from None
+
+    def _move(self, shared: SharedMemoryTransport) -> list[Tensor]:
+        """Move the parameters to memory that the ranks of the host share."""
+        offsets, end = [], 0
+        for parameter in self._whole:
+            offsets.append(end)
+            end += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
+        try:
+            memory = shared.open_memory(self._group, max(end, 1))
+        except OSError as error:
+            raise UnsupportedError(f"there is no memory for the parameters of the host ({error})") from None
+        tensors = [
+            memory.tensor(offset, each.numel(), each.dtype).as_strided(each.shape, _strides(each))
+            for offset, each in zip(offsets, self._whole, strict=True)
+        ]
+        if self.rank == 0:
+            for tensor, parameter in zip(tensors, self._whole, strict=True):
+                tensor.copy_(parameter.detach())
+        self.wait()
+        for tensor, parameter in zip(tensors, self._whole, strict=True):
+            self._writes.share(parameter, tensor)
+        return tensors
+
+    def _check_writes(self) -> None:
+        """Wait for all ranks; raise on all of them if some rank has written to parameters."""
+        written = [f"{self._slots[slot].name!r} {words}" for slot, words in self._writes.found().items()]
+        if not self._count(said=bool(written)):
+            return
+        everyone = self._group.gather_objects("; ".join(written[:3]))
+        told = [
+            f"on rank {rank}, {words}"
+            for rank, words in zip(self._group.global_ranks, everyone, strict=True)
+            if words
+        ]
+        self.forget_writes()
+        raise StepError(
+            f"a parameter that all ranks of the host share was written to outside the optimizer: "
+            f"{'; '.join(told)}. Each rank that does so changes what all have. Write inside "
+            "`with optimizer.writing():`, where it counts once. No parameter was stepped "
+            f"(rank: {self._group.global_rank}, step: {self._reducer.step_number})"
+        )
+
+    def _end_update(self, error: BaseException | None) -> None:
+        half = "so parameters of this host are updated in part: load a checkpoint"
+        try:
+            failed = self._count(said=error is not None)
+        except (RuntimeError, OSError) as lost:
+            self._broken = f"the optimizer's step was not finished, {half} ({lost})"
+            raise StepError(self._broken) from (error or lost)
+        if not failed:
+            return
+        words = "" if error is None else describe_error(error)
+        told = self._group.gather_objects(words)
+        ranks = zip(self._group.global_ranks, told, strict=True)
+        raised = [f"rank {rank} raised {why}" for rank, why in ranks if why]
+        self._broken = f"the optimizer's step failed, {half}: {'; '.join(raised)}"
+        if error is not None:
+            error.add_note(self._broken)
+            raise error
+        raise StepError(self._broken)
+
+    def _count(self, *, said: bool) -> int:
+        """How many ranks say so; waits for all of them."""
+        if self._group.size == 1:
+            return int(said)
+        told = torch.tensor([float(said)])
+        step = max(0, self._reducer.step_number - 1)
+        with self._group.watch.waiting(Activity.UPDATE, step, then=Activity.OPTIMIZER):
+            return int(self._group.all_reduce(told).wait(lambda: None).item())
+
+
+def _refuse(wrapper: DistributedDataParallel) -> None:
+    """Raise if the wrapper's parameters cannot be stepped in parts."""
+    group, options = wrapper._group, wrapper._options
+    exchange = wrapper._reducer.exchange
+    parameters = wrapper._wrapped.params.parameters
+    refusals: Mapping[str, object] = {
+        "a process group whose ranks may change": group.may_change,
+        "parameters on an accelerator": wrapper._wrapped.device.type != "cpu",
+        "ranks of one host that do not share memory (see transport=, and the warning at the wrap)": (
+            group.size > 1 and group.shared is None
+        ),
+        "parameters that are DTensors": any(map(is_dtensor, parameters)),
+        "sparse gradients": any(slot.sparse for slot in wrapper._wrapped.params.slots),
+        "shards": options.shards is not None,
+        "strict mode": options.strict,
+        "reductions in a compiled graph": wrapper._use_python_reducer,
+        "communication hooks": not isinstance(exchange, Average | LowPrecisionAverage),
+        "keep_low_precision_grads": getattr(options.mixed_precision, "keep_low_precision_grads", False),
+        'audit="heal"': str(options.audit).startswith("heal"),
+    }
+    for what, is_so in refusals.items():
+        if is_so:
+            raise UnsupportedError(f"a HostOptimizer and {what} exclude each other")
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(parameter.detach(), device="meta").stride()
+
+
+def _dense(parameter: Parameter) -> Tensor:
+    """A parameter's memory; given new memory if the old one has gaps."""
+    values = parameter.detach()
+    if values.stride() != _strides(parameter):
+        parameter.data = values = torch.empty_like(values).copy_(values)
+    return values
+
+
+def _flat(memory: Tensor, start: int, end: int) -> Tensor:
+    like = torch.empty(end - start, device="meta")
+    return part_of(memory, start, like)

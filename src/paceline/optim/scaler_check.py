@@ -1,0 +1,64 @@
+"""Has torch's GradScaler see on every rank what it finds on any of them.
+
+A GradScaler looks for infinities in the gradients that this rank has, and decides by itself whether to step.
+With parts, only the rank that has an infinite one would skip the step. So each rank has one more parameter,
+without elements, as the last one: the scaler passes its gradient to the function that looks, which then asks
+the other ranks.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.torch_private import unscale_and_check
+
+# No parameter that a scaler works on has it, so it is looked at by itself, and last.
+_DTYPE = torch.complex128
+
+
+class _Asking(Tensor):
+    """A gradient without elements."""
+
+    ranks: Group
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is not unscale_and_check:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        (asking,), found, _ = args
+        if asking.ranks.size > 1:
+            found.copy_(asking.ranks.all_reduce(found.view(1).clone()).wait(lambda: None)[0])
+        return None
+
+
+class ScalerCheck:
+    """The parameter that asks.
+
+    Args:
+        group: the ranks to ask.
+
+    Attributes:
+        parameter: to be the last one of the last parameter group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.parameter = torch.empty(0, dtype=_DTYPE)
+        grad: Any = torch.empty(0, dtype=_DTYPE).as_subclass(_Asking)
+        grad.ranks = group
+        self._grad = grad
+        self.parameter.grad = grad
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """While entered, the parameter has no gradient, so no optimizer steps it."""
+        self.parameter.grad = None
+        try:
+            yield
+        finally:
+            self.parameter.grad = self._grad

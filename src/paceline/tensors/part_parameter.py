@@ -1,0 +1,143 @@
+"""Gradients of which a rank has its own part only.
+
+Note [Unseen gradients]. After backward, a rank has the average of its own part of each parameter. What else
+is in the memory of a gradient has no meaning. If it were ``.grad``, norms and clipping would be wrong without
+anybody noticing; if ``.grad`` were None, they would do nothing. So ``.grad`` is a tensor that has no memory,
+and raises an error if anything is done to it. Setting it to None drops the parts too.
+
+Note [Parts of an earlier backward]. If nobody has dropped the gradients before the next backward, that one
+adds to them. Its bucket needs the memory, so the parts are copied, and added to the new ones in the end.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import ShardError
+
+# What is asked of a gradient that does not look at its values.
+_HARMLESS = frozenset({"__get__", "__set__", "dim", "size", "numel", "is_floating_point", "is_complex"})
+
+
+class UnseenGradient(Tensor):
+    """Stands for an average of which this rank has a part: see Note [Unseen gradients]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Raise, unless the values do not matter."""
+        name = getattr(function, "__name__", str(function))
+        if name in _HARMLESS:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise ShardError(
+            f"this rank has only its part of the averaged gradient, so {name}() would be wrong: clip by the "
+            "clip_grad_norm_ of the optimizer that has the parts, and step no other optimizer. The parts are "
+            "the .grad of what is in that optimizer's param_groups"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"UnseenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class PartParameter:
+    """A parameter whose average goes to parts of it, with the attributes of a parameter that a bucket uses.
+
+    Args:
+        parameter: the parameter.
+
+    Attributes:
+        parts: this rank's parts: where in memory each begins, and the tensor whose ``.grad`` it becomes.
+    """
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        self.parts: list[tuple[int, Tensor]] = []
+        self._earlier: list[Tensor | None] | None = None
+        nothing: Any = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        self._unseen = nothing.expand(parameter.shape).as_subclass(UnseenGradient)
+
+    def detach(self) -> Tensor:
+        """The parameter, detached."""
+        return self.parameter.detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.parameter.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's data type."""
+        return self.parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The parameter's device."""
+        return self.parameter.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter requires a gradient."""
+        return self.parameter.requires_grad
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have the parameter call the hook."""
+        handle: RemovableHandle = self.parameter.register_post_accumulate_grad_hook(hook)
+        return handle
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's own gradient, before it is averaged."""
+        return self.parameter.grad
+
+    @grad.setter
+    def grad(self, average: Tensor | None) -> None:
+        if average is None:
+            self.parameter.grad = None
+            for _, part in self.parts:
+                part.grad = None
+            return
+        self._set([part_of(average, start, part) for start, part in self.parts])
+        for (_, part), before in zip(self.parts, self._earlier or (), strict=False):
+            if before is not None and part.grad is not None:
+                part.grad.add_(before)
+
+    def add_to_grad(self, average: Tensor) -> None:
+        """Add what a second reduction brought."""
+        for start, part in self.parts:
+            if part.grad is not None:
+                part.grad.add_(part_of(average, start, part))
+
+    def begin(self) -> None:
+        """A backward begins: keep the parts of an earlier one, unless they were dropped."""
+        if self.parameter.grad is self._unseen:
+            self.parameter.grad = None
+            self._earlier = [None if part.grad is None else part.grad.clone() for _, part in self.parts]
+        for _, part in self.parts:
+            part.grad = None
+
+    def settle(self) -> None:
+        """A step has ended: a gradient that it did not bring is the earlier one."""
+        if self._earlier is not None and self.parameter.grad is None:
+            self._set(self._earlier)
+        self._earlier = None
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self._earlier = None
+        self.grad = None
+
+    def _set(self, grads: Sequence[Tensor | None]) -> None:
+        for (_, part), grad in zip(self.parts, grads, strict=True):
+            part.grad = grad
+        self.parameter.grad = self._unseen
+
+
+def part_of(whole: Tensor, start: int, like: Tensor) -> Tensor:
+    """A part of a tensor that covers its memory without gaps: from an element on, laid out like another."""
+    return whole.as_strided(like.shape, like.stride(), int(whole.storage_offset()) + start)
