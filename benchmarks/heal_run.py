@@ -22,6 +22,8 @@ from paceline.recording.ledger_check import check_ledger
 HERE = Path(__file__).parent
 PROGRAMS = Path(sys.executable).parent
 SHM = Path("/dev/shm")  # noqa: S108  # it is looked at only
+# The names of what paceline, torch and Python make there; other programs have theirs.
+OURS = ("paceline", "torch", "gloo", "psm", "sem")
 # Every process of a run has it in its environment, so that those that are left can be found.
 MARK = "PACELINE_HEAL_FOLDER"
 # No rank is killed in the last fifth of the steps.
@@ -261,7 +263,7 @@ def _temporary(folder: Path) -> Path:
 
 
 def _shared_files() -> set[str]:
-    return set(map(str, SHM.iterdir()))
+    return {str(path) for path in SHM.iterdir() if path.name.startswith(OURS)}
 
 
 def _left(folder: Path, before: set[str]) -> list[str]:

@@ -13,6 +13,7 @@ from paceline.comm.group import Group
 from paceline.ddp.buckets.plan import Slot
 from paceline.recording.recorder import Recorder, folder_from_environment, optimizer_began, optimizer_ended
 from paceline.recording.writer import WrapperDescription
+from paceline.tensors.param_groups import parameters_of
 from paceline.watch.rank_page import Activity
 from paceline.watch.watcher import change_activity
 
@@ -83,6 +84,4 @@ def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
-    if isinstance(whole := getattr(optimizer, "whole_parameters", None), list):  # its groups have parts
-        return [*map(id, whole)]
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return [*map(id, parameters_of(optimizer))]

@@ -22,6 +22,7 @@ from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_names import TorchNames, add_torch_names
 from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
+from paceline.ddp.exchange.part_average import PartAverage
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
 from paceline.ddp.shard_loop import ShardProgress, Shards, agree_on_seed, fix_threads
@@ -94,6 +95,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     # Of the class, because older pickles have none.
     _finalizes_manually = False
     _shard_progress: ShardProgress
+    # Entered by whatever writes to parameters: an optimizer may have moved them to shared memory.
+    _writing_parameters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     # Gives this rank's shards of a step's batch; only with ``shards``.
     shards: Shards
     _name = ""
@@ -439,6 +442,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UnsupportedError(f"shards and {what} exclude each other (shards: {self._options.shards})")
 
     def _use_hook(self, hook: FutureHookExchange | GeneratorHookExchange) -> None:
+        if isinstance(self._reducer.exchange, PartAverage):
+            raise UnsupportedError("communication hooks and gradients in parts exclude each other")
         if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
@@ -505,9 +510,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Load a state dict, with or without the prefix ``module.``."""
         inner = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         prefixed = {f"module.{name}" for name in inner}
-        if inner.isdisjoint(state_dict) or not prefixed.isdisjoint(state_dict):
-            return nn.Module.load_state_dict(self, state_dict, strict, assign)
-        return self.module.load_state_dict(state_dict, strict, assign)
+        with self._writing_parameters():
+            if inner.isdisjoint(state_dict) or not prefixed.isdisjoint(state_dict):
+                return nn.Module.load_state_dict(self, state_dict, strict, assign)
+            return self.module.load_state_dict(state_dict, strict, assign)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -553,7 +559,7 @@ add_torch_names(DistributedDataParallel)
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (
     *("process_group", "_group", "_owner", "_module_buffers", "_unknown_parameters", "_precision"),
-    *("_reducer", "_logging"),
+    *("_reducer", "_logging", "_writing_parameters"),
     *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward", "shards"),
 )
 

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from paceline.comm.group import Group
 from paceline.errors import OptionError, StepError
+from paceline.watch.rank_page import Activity
 
 
 def clip_parts(
@@ -42,3 +44,20 @@ def clip_parts(
     for grad in grads:
         grad.mul_(factor)
     return norm
+
+
+def gather_numbers(group: Group, step: int, own: Tensor) -> Tensor:
+    """The numbers of all ranks that have parts together, one of each; every rank calls this.
+
+    Args:
+        group: the ranks.
+        step: the number of the last step, for errors.
+        own: this rank's number.
+    """
+    everyone = torch.zeros(group.size, dtype=torch.float64)
+    everyone[group.rank] = own
+    if group.size > 1:
+        with group.watch.waiting(Activity.UPDATE, step, then=Activity.OUTSIDE):
+            everyone = group.all_reduce_on_host(everyone).wait(lambda: None)
+    # Other hosts have the same parts, and so the same numbers.
+    return everyone if group.shared is None else everyone[group.shared.ranks]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.comm.torch_distributed import Join, Joinable, JoinHook
+from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, UnsupportedError
 from paceline.optim.clipping import clip_parts
@@ -67,6 +68,7 @@ class HostOptimizer(Optimizer, Joinable):
         # Checks what was given, and fills in what groups leave out.
         given = Optimizer(_trainable(wrapper) if params is None else params, defaults)
         self._parameters: HostParameters = host_parameters_of(wrapper)
+        self._parts = self._parameters.parts
         self._wrapper = wrapper
         self._is_elementwise = optimizer_class in ELEMENTWISE
         self._scaler_check = ScalerCheck(wrapper._group)
@@ -79,7 +81,7 @@ class HostOptimizer(Optimizer, Joinable):
         self._local = optimizer_class([{**group} for group in groups], **defaults)
         self._state = self._parameters.open_state()
         self._use_local_groups()
-        self._parameters.reduce_to_parts()
+        self._parts.reduce()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the module's parameters; every rank calls this."""
@@ -88,12 +90,12 @@ class HostOptimizer(Optimizer, Joinable):
             return
         given = Optimizer([{**param_group, "params": _as_list(param_group["params"])}], self.defaults)
         if twice := [each for each in given.param_groups[0]["params"] if each in self._starts]:
-            names = [self._parameters.name_of(each) for each in twice]
+            names = [self._parts.name_of(each) for each in twice]
             raise OptionError(f"parameters are in another group already ({', '.join(names)})")
         self._remove_scaler_check()
         self._local.add_param_group(self._take(given.param_groups[0]))
         self._use_local_groups()
-        self._parameters.reduce_to_parts()
+        self._parts.reduce()
 
     @property
     def whole_parameters(self) -> list[Tensor]:
@@ -124,7 +126,7 @@ class HostOptimizer(Optimizer, Joinable):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
-        self._parameters.drop_grads(self.whole_parameters)
+        self._parts.drop_grads(self.whole_parameters)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -156,7 +158,7 @@ class HostOptimizer(Optimizer, Joinable):
         numbers = self._numbers()
         state = {}
         for parameter, number in numbers.items():
-            ranges = self._parameters.parts_of(parameter)
+            ranges = self._parts.ranges_of(parameter)
             found = {
                 start: parts[PartKey(number, start)] for _, start, _ in ranges if (number, start) in parts
             }
@@ -225,7 +227,9 @@ class HostOptimizer(Optimizer, Joinable):
         """The same group with this rank's parts of its parameters."""
         wholes: list[Tensor] = list(group["params"])
         if not self._is_elementwise:
-            self._parameters.keep_whole(wholes, [*map(_cost, wholes)])
+            owners = assign_owners([*map(_cost, wholes)], [0.0] * self._parts.ranks)
+            for parameter, owner in zip(wholes, owners, strict=True):
+                self._parts.keep_whole(parameter, owner)
         first = sum(map(len, self._groups))
         self._groups.append(wholes)
         parts = []

@@ -2,22 +2,18 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.group import Group
 from paceline.comm.shm.transport import SharedMemoryTransport
-from paceline.ddp.buckets.cut import Cut
-from paceline.ddp.exchange.average import Average, LowPrecisionAverage
-from paceline.ddp.exchange.part_average import PartAverage
-from paceline.ddp.state.part_parameters import PartParameters
 from paceline.ddp.wrapper import DistributedDataParallel
-from paceline.errors import OptionError, StepError, UnsupportedError
+from paceline.errors import StepError, UnsupportedError
+from paceline.optim.clipping import gather_numbers
 from paceline.optim.part_state import PLACE_BYTES, PartState
-from paceline.tensors.dtensor import is_dtensor
+from paceline.optim.reduced_parts import ReducedParts
 from paceline.tensors.part_parameter import part_of
 from paceline.tensors.shared_parameter import Writes, use_memory
 from paceline.watch.error_words import describe_error
@@ -42,61 +38,35 @@ class HostParameters:
         wrapper: the wrapped module.
 
     Attributes:
-        rank: this rank's number among those of its host that have parts.
+        parts: which rank has which part.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         _refuse(wrapper)
-        self._wrapper = weakref.ref(wrapper)
-        self._group: Group = wrapper._group
-        group = self._group
-        self._reducer = reducer = wrapper._reducer
+        self.parts = ReducedParts(wrapper, "a HostOptimizer")
+        self._group = wrapper._group
+        self._reducer = wrapper._reducer
         self._slots, self._whole, _ = wrapper._wrapped.params
-        shared = group.shared
-        self.rank = 0 if shared is None else shared.rank
-        ranks = 1 if shared is None else shared.leaders
-        self._cut = Cut(self._slots, ranks)
         self._writes = Writes()
-        self._tensors = [*map(_dense, self._whole)] if shared is None else self._move(shared)
-        self._numbers = {parameter: slot for slot, parameter in enumerate(self._whole)}
-        self._parts = PartParameters(reducer.context.parameters)
-        self._plain = Average(group) if wrapper._precision is None else LowPrecisionAverage(group)
         self._broken: str | None = None
-
-    def name_of(self, parameter: Tensor) -> str:
-        """A parameter's name in the module."""
-        return self._slots[self._slot(parameter)].name
-
-    def keep_whole(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
-        """Do not cut these parameters: one rank steps each of them."""
-        self._cut.keep_whole(map(self._slot, parameters), costs)
-
-    def parts_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]]:
-        """Who steps a parameter: rank, first element in memory, and the one behind the last, of each part."""
-        return self._cut[self._slot(parameter)]
+        shared = self._group.shared
+        self._tensors = [*map(_dense, self._whole)] if shared is None else self._move(shared)
+        wrapper._writing_parameters = self.writing
 
     def take(self, parameter: Tensor) -> list[tuple[int, Tensor]]:
         """This rank's parts of a parameter: where each begins, and a tensor for an optimizer to step.
 
         A part is flat, unless it is the whole parameter.
         """
-        slot = self._slot(parameter)
-        memory, ranges = self._tensors[slot], self._cut[slot]
+        memory = self._tensors[self.parts.slot_of(parameter)]
+        ranges = self.parts.ranges_of(parameter)
         taken = [
             (start, memory if len(ranges) == 1 else _flat(memory, start, end))
             for owner, start, end in ranges
-            if owner == self.rank
+            if owner == self.parts.rank
         ]
-        self._parts.cut[slot].parts = taken
+        self.parts.set_parts(parameter, taken)
         return taken
-
-    def reduce_to_parts(self) -> None:
-        """Have backward leave each rank with the averages of its own parts, as they are now."""
-        self._reducer.use_parts(self._parts, PartAverage(self._group, self._plain, self._cut))
-
-    def drop_grads(self, parameters: Sequence[Tensor]) -> None:
-        """Drop the gradients of these parameters, and of their parts."""
-        self._parts.clear_grads(map(self._slot, parameters))
 
     def open_state(self) -> PartState | None:
         """A place for the state of an optimizer; every rank calls this at once. None if there is one rank."""
@@ -107,16 +77,8 @@ class HostParameters:
         return state
 
     def gather_numbers(self, own: Tensor) -> Tensor:
-        """The numbers of all ranks of a host that have parts, one of each."""
-        group = self._group
-        everyone = torch.zeros(group.size, dtype=torch.float64)
-        everyone[group.rank] = own
-        if group.size > 1:
-            step = max(0, self._reducer.step_number - 1)
-            with group.watch.waiting(Activity.UPDATE, step, then=Activity.OUTSIDE):
-                everyone = group.all_reduce(everyone).wait(lambda: None)
-        # Other hosts have the same parts, and so the same numbers.
-        return everyone if group.shared is None else everyone[group.shared.ranks]
+        """The numbers of all ranks of a host, one of each."""
+        return gather_numbers(self._group, max(0, self._reducer.step_number - 1), own)
 
     def wait(self) -> None:
         """Wait for all ranks."""
@@ -176,15 +138,6 @@ class HostParameters:
         """What was written to parameters so far is right."""
         self._writes.forget()
 
-    def _slot(self, parameter: Tensor) -> int:
-        try:
-            return self._numbers[parameter]  # type: ignore[index]
-        except KeyError:
-            raise OptionError(
-                "the optimizer can step parameters that the wrapper averages, and no others "
-                f"(given: {tuple(parameter.shape)}, {parameter.dtype})"
-            ) from None
-
     def _move(self, shared: SharedMemoryTransport) -> list[Tensor]:
         """Move the parameters to memory that the ranks of the host share."""
         offsets, end = [], 0
@@ -199,7 +152,7 @@ class HostParameters:
             memory.tensor(offset, each.numel(), each.dtype).as_strided(each.shape, _strides(each))
             for offset, each in zip(offsets, self._whole, strict=True)
         ]
-        if self.rank == 0:
+        if shared.rank == 0:
             for tensor, parameter in zip(tensors, self._whole, strict=True):
                 tensor.copy_(parameter.detach())
         self.wait()
@@ -256,28 +209,20 @@ class HostParameters:
 
 
 def _refuse(wrapper: DistributedDataParallel) -> None:
-    """Raise if the wrapper's parameters cannot be stepped in parts."""
-    group, options = wrapper._group, wrapper._options
-    exchange = wrapper._reducer.exchange
-    parameters = wrapper._wrapped.params.parameters
-    refusals: Mapping[str, object] = {
-        "a process group whose ranks may change": group.may_change,
-        "parameters on an accelerator": wrapper._wrapped.device.type != "cpu",
-        "ranks of one host that do not share memory (see transport=, and the warning at the wrap)": (
-            group.size > 1 and group.shared is None
-        ),
-        "parameters that are DTensors": any(map(is_dtensor, parameters)),
-        "sparse gradients": any(slot.sparse for slot in wrapper._wrapped.params.slots),
-        "shards": options.shards is not None,
-        "strict mode": options.strict,
-        "reductions in a compiled graph": wrapper._use_python_reducer,
-        "communication hooks": not isinstance(exchange, Average | LowPrecisionAverage),
-        "keep_low_precision_grads": getattr(options.mixed_precision, "keep_low_precision_grads", False),
-        'audit="heal"': str(options.audit).startswith("heal"),
-    }
-    for what, is_so in refusals.items():
-        if is_so:
-            raise UnsupportedError(f"a HostOptimizer and {what} exclude each other")
+    """Raise if ranks of a host cannot share the parameters."""
+    group = wrapper._group
+    if wrapper._wrapped.device.type != "cpu":
+        raise UnsupportedError(
+            "a HostOptimizer is for parameters on the CPU: ranks of accelerators share no memory. "
+            'ShardedOptimizer(..., gradients="parts") splits the optimizer\'s state there'
+        )
+    if group.size > 1 and group.shared is None:
+        raise UnsupportedError(
+            "a HostOptimizer needs memory that the ranks of a host share, and these share none: the wrapper "
+            'has transport="c10d", or has warned. ShardedOptimizer(..., gradients="parts") needs none'
+        )
+    if str(wrapper._options.audit).startswith("heal"):
+        raise UnsupportedError(f'a HostOptimizer and audit="{wrapper._options.audit}" exclude each other')
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

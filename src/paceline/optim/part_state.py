@@ -37,7 +37,9 @@ class StoredTensor(NamedTuple):
     """Where other ranks of the host find a tensor."""
 
     address: int
+    nbytes: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -98,9 +100,8 @@ class PartState:
         return found
 
     def _read(self, stored: StoredTensor) -> Tensor:
-        numel = torch.Size(stored.shape).numel()
-        data = self._shared.read(stored.address, numel * stored.dtype.itemsize)
-        return data.view(stored.dtype).view(stored.shape)
+        data = self._shared.read(stored.address, stored.nbytes).view(stored.dtype)
+        return data.as_strided(stored.shape, stored.stride)
 
     def _move(self, new: Sequence[tuple[PartKey, str, dict[str, Any]]]) -> None:
         offsets, end = [], 0
@@ -115,7 +116,9 @@ class PartState:
             flat = block[offset : offset + value.nbytes].view(value.dtype)
             moved = flat.as_strided(value.shape, torch.empty_like(value, device="meta").stride())
             values[name] = moved.copy_(value)
-            stored = StoredTensor(address + offset, tuple(value.shape), value.dtype)
+            stored = StoredTensor(
+                address + offset, value.nbytes, tuple(value.shape), moved.stride(), value.dtype
+            )
             self._moved[key, name] = moved, stored
 
     def _write(self, entries: Sequence[tuple[PartKey, str, Any]]) -> None:

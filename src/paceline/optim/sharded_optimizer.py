@@ -1,7 +1,8 @@
 """An optimizer whose state is split over the ranks: each rank owns a share of the parameters and steps it."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from paceline.comm.torch_distributed import Join, Joinable, JoinHook
 from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
+from paceline.optim.clipping import clip_parts, gather_numbers
+from paceline.optim.reduced_parts import ReducedParts
 from paceline.optim.share_state import ShareState
 from paceline.tensors.dtensor import local_of
 from paceline.tensors.param_groups import group_options
@@ -28,9 +31,11 @@ class ShardedOptimizer(Optimizer, Joinable):
     every element by itself (SGD, Adam and most others) the parameters are, bit for bit, those of the plain
     optimizer.
 
-    It is not a communication hook: every rank still has all averaged gradients. So reduction (average, hook,
-    weights, accumulation) and what is done to gradients before the step (clipping, a scaler) work as with a
-    plain optimizer.
+    It is not a communication hook: by default every rank still has all averaged gradients. So reduction
+    (average, hook, weights, accumulation) and what is done to gradients before the step (clipping, a scaler)
+    work as with a plain optimizer. With ``gradients="parts"`` (ZeRO stage 2) each rank gets the averages of
+    its own share only, which is less to write and to send; ``.grad`` of the other parameters then raises an
+    error if it is used. Clip by ``clip_grad_norm_`` of the optimizer.
 
     ``step`` and ``consolidate_state_dict`` communicate, so every rank has to call them. For uneven inputs use
     torch's ``Join([wrapper, optimizer])``: a rank without inputs then still steps its share after each
@@ -41,6 +46,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         wrapper: the wrapped module.
         optimizer_class: the optimizer for each share, such as ``torch.optim.Adam``.
         params: parameters or parameter groups; all that require a gradient by default.
+        gradients: what a rank gets of the averages: "whole", or the "parts" that it steps.
         defaults: options of ``optimizer_class``.
     """
 
@@ -49,6 +55,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         wrapper: DistributedDataParallel,
         optimizer_class: type[Optimizer],
         params: Iterable[Any] | None = None,
+        *,
+        gradients: Literal["whole", "parts"] = "whole",
         **defaults: Any,
     ) -> None:
         if not isinstance(wrapper, DistributedDataParallel):
@@ -59,9 +67,15 @@ class ShardedOptimizer(Optimizer, Joinable):
             )
         if wrapper._group.may_change:
             raise OptionError("the state cannot be split over the ranks of a process group that may change")
+        if gradients not in ("whole", "parts"):
+            raise OptionError(f'gradients must be "whole" or "parts" (gradients: {gradients!r})')
         self._wrapper = wrapper
         self._group = wrapper._group
-        self._owned_bytes = [0] * self._group.size
+        self._parts = None
+        if gradients == "parts":
+            self._parts = ReducedParts(wrapper, 'a ShardedOptimizer with gradients="parts"')
+        self._rank = self._group.rank if self._parts is None else self._parts.rank
+        self._owned_bytes = [0] * (self._group.size if self._parts is None else self._parts.ranks)
         self._owners: dict[Tensor, int] = {}
         self._local_optimizer: Optimizer | None = None
         self._full_state: dict[str, Any] | None = None
@@ -73,6 +87,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.defaults = self._local_optimizer.defaults
         self.state = self._local_optimizer.state
         _copy_options(self._local_optimizer, self)
+        if self._parts is not None:
+            self._parts.reduce()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its parameters go to the ranks that own the fewest bytes."""
@@ -82,8 +98,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         for parameter, size, owner in zip(added, sizes, assign_owners(sizes, self._owned_bytes), strict=True):
             self._owners[parameter] = owner
             self._owned_bytes[owner] += size
+            if self._parts is not None:
+                self._parts.keep_whole(parameter, owner)
+                self._parts.set_parts(parameter, [(0, parameter)] if owner == self._rank else [])
         if self._local_optimizer is not None:
             self._local_optimizer.add_param_group(self._own_part(self.param_groups[-1]))
+            if self._parts is not None:
+                self._parts.reduce()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -110,6 +131,25 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._broadcast_shares()
         _copy_options(self._local_optimizer, self)
         return loss
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients so that the norm of all of them is at most ``max_norm``; every rank calls it.
+
+        Returns the norm before, as torch's function of this name does.
+        """
+        grads = [each.grad for each in self._owners if each.grad is not None]
+        if self._parts is None:
+            gather: Callable[[Tensor], Tensor] = torch.atleast_1d
+        else:
+            grads = [
+                each.grad
+                for each, owner in self._owners.items()
+                if owner == self._rank and each.grad is not None
+            ]
+            gather = partial(gather_numbers, self._group, max(0, self._wrapper._reducer.step_number - 1))
+        return clip_parts(gather, grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @property
     def steps_after_this_forward(self) -> bool:
@@ -202,8 +242,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._full_state = None
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
-        rank = self._group.rank
-        mine = [parameter for parameter in group["params"] if self._owners[parameter] == rank]
+        mine = [parameter for parameter in group["params"] if self._owners[parameter] == self._rank]
         return {**group_options(group), "params": mine}
 
     def _numbers(self) -> dict[Tensor, int]:
@@ -212,11 +251,15 @@ class ShardedOptimizer(Optimizer, Joinable):
         return {parameter: number for number, parameter in enumerate(everything)}
 
     def _broadcast_shares(self) -> None:
-        shares: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        shares: list[list[Tensor]] = [[] for _ in self._owned_bytes]
         for parameter, owner in self._owners.items():
             shares[owner].append(local_of(parameter).detach())
         for owner, share in enumerate(shares):
-            self._group.broadcast(share, source=owner, bytes_at_once=_BYTES_AT_ONCE)
+            if self._parts is not None and self._group.shared is not None:
+                # Each host has all shares.
+                self._group.shared.broadcast_on_host(share, owner)
+            else:
+                self._group.broadcast(share, source=owner, bytes_at_once=_BYTES_AT_ONCE)
 
     def _check_group(self) -> None:
         if self._wrapper.process_group is not self._group.process_group:

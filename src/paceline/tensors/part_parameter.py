@@ -51,13 +51,15 @@ class PartParameter:
         parameter: the parameter.
 
     Attributes:
-        parts: this rank's parts: where in memory each begins, and the tensor whose ``.grad`` it becomes.
+        parts: this rank's parts: where in memory each begins, and the tensor whose ``.grad`` it becomes. That
+            is the parameter itself, if this rank has all of it.
     """
 
     def __init__(self, parameter: Parameter) -> None:
         self.parameter = parameter
         self.parts: list[tuple[int, Tensor]] = []
         self._earlier: list[Tensor | None] | None = None
+        self._shown: Tensor | None = None  # what the last average left as ``.grad``
         nothing: Any = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         self._unseen = nothing.expand(parameter.shape).as_subclass(UnseenGradient)
 
@@ -102,6 +104,9 @@ class PartParameter:
             for _, part in self.parts:
                 part.grad = None
             return
+        if average is self._unseen:  # as it was before
+            self.parameter.grad = average
+            return
         self._set([part_of(average, start, part) for start, part in self.parts])
         for (_, part), before in zip(self.parts, self._earlier or (), strict=False):
             if before is not None and part.grad is not None:
@@ -115,11 +120,13 @@ class PartParameter:
 
     def begin(self) -> None:
         """A backward begins: keep the parts of an earlier one, unless they were dropped."""
-        if self.parameter.grad is self._unseen:
-            self.parameter.grad = None
+        if self._shown is not None and self.parameter.grad is self._shown:
             self._earlier = [None if part.grad is None else part.grad.clone() for _, part in self.parts]
+            self.parameter.grad = None
+        self._shown = None
         for _, part in self.parts:
-            part.grad = None
+            if part is not self.parameter:
+                part.grad = None
 
     def settle(self) -> None:
         """A step has ended: a gradient that it did not bring is the earlier one."""
@@ -135,7 +142,9 @@ class PartParameter:
     def _set(self, grads: Sequence[Tensor | None]) -> None:
         for (_, part), grad in zip(self.parts, grads, strict=True):
             part.grad = grad
-        self.parameter.grad = self._unseen
+        if not any(part is self.parameter for _, part in self.parts):
+            self.parameter.grad = self._unseen
+        self._shown = self.parameter.grad
 
 
 def part_of(whole: Tensor, start: int, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError
+from paceline.tensors.param_groups import parameters_of
 
 
 class Stateful(Protocol):
@@ -132,12 +133,7 @@ def _from_bytes(content: bytes) -> Any:
 
 def _check_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
     known = {id(parameter) for parameter in ddp.parameters()}
-    strange = [
-        tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in known
-    ]
+    strange = [tuple(each.shape) for each in parameters_of(optimizer) if id(each) not in known]
     if strange:
         raise OptionError(
             f"the optimizer has parameters that are not the wrapper's (number: {len(strange)}, shape of the "

@@ -131,13 +131,14 @@ class SharedMemoryTransport:
         [host] = [number for number, ranks in enumerate(self._local_ranks.hosts) if source in ranks]
         own = self._local_ranks.ranks
         if source in own:
-            self._broadcast_on_host(tensors, own.index(source))
+            self.broadcast_on_host(tensors, own.index(source))
         if self._leaders is not None and self.rank == 0:
             self._leaders.broadcast(tensors, host=host, bytes_at_once=bytes_at_once)
         if source not in own:
-            self._broadcast_on_host(tensors, 0)
+            self.broadcast_on_host(tensors, 0)
 
-    def _broadcast_on_host(self, tensors: Sequence[Tensor], source: int) -> None:
+    def broadcast_on_host(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Make tensors equal to those of one rank of this host, by its number there."""
         small = []
         for tensor in tensors:
             is_large = tensor.nbytes >= _LARGE_BYTES or len(tensors) == 1

@@ -4,7 +4,7 @@ A part is a range of a parameter's elements, in the order in which they lie in m
 bucket plan, because optimizer state belongs to it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.ddp.buckets.plan import Slot
@@ -60,7 +60,6 @@ class Cut:
     """
 
     def __init__(self, slots: Sequence[Slot], ranks: int) -> None:
-        self._ranks = ranks
         self._slots = slots
         leaders = SlotLeaders(ranks)
         self._ranges = [
@@ -73,11 +72,9 @@ class Cut:
     def __getitem__(self, slot: int) -> Sequence[Range]:
         return self._ranges[slot]
 
-    def keep_whole(self, slots: Iterable[int], costs: Sequence[float]) -> None:
-        """Give each of these slots to one rank, so that ranks have about the same costs."""
-        members = list(slots)
-        for slot, owner in zip(members, assign_owners(costs, [0.0] * self._ranks), strict=True):
-            self._ranges[slot] = [Range(owner, 0, self._slots[slot].numel)]
+    def keep_whole(self, slot: int, owner: int) -> None:
+        """Give all of a slot to one rank."""
+        self._ranges[slot] = [Range(owner, 0, self._slots[slot].numel)]
 
 
 def assign_owners(costs: Sequence[float], owned: Sequence[float]) -> list[int]:
