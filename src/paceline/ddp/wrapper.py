@@ -95,8 +95,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     # Of the class, because older pickles have none.
     _finalizes_manually = False
     _shard_progress: ShardProgress
-    # Entered by whatever writes to parameters: an optimizer may have moved them to shared memory.
-    _writing_parameters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # The parameters in memory that the ranks of a host share, if an optimizer has moved them there.
+    _host_parameters: Any = None
     # Gives this rank's shards of a step's batch; only with ``shards``.
     shards: Shards
     _name = ""
@@ -510,7 +510,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Load a state dict, with or without the prefix ``module.``."""
         inner = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         prefixed = {f"module.{name}" for name in inner}
-        with self._writing_parameters():
+        shared = self._host_parameters
+        with contextlib.nullcontext() if shared is None else shared.writing():
             if inner.isdisjoint(state_dict) or not prefixed.isdisjoint(state_dict):
                 return nn.Module.load_state_dict(self, state_dict, strict, assign)
             return self.module.load_state_dict(state_dict, strict, assign)
@@ -559,7 +560,7 @@ add_torch_names(DistributedDataParallel)
 # What a copy of a wrapper does not take over.
 _BUILT_ANEW = (
     *("process_group", "_group", "_owner", "_module_buffers", "_unknown_parameters", "_precision"),
-    *("_reducer", "_logging", "_writing_parameters"),
+    *("_reducer", "_logging", "_host_parameters"),
     *("_uneven_inputs", "_accum_grad_hooks", "_finalization", "forward", "shards"),
 )
 

@@ -116,7 +116,9 @@ class HostOptimizer(Optimizer, Joinable):
                 "use Join([wrapper, optimizer])"
             )
         Join.notify_join_context(self)
-        with self._parameters.updating(), self._scaler_check.left_out():
+        strange = self._parts.follow_grads(self.whole_parameters)
+        refusal = f"gradients are no averages: run a synced backward first ({', '.join(strange[:3])})"
+        with self._parameters.updating(refusal if strange else ""), self._scaler_check.left_out():
             self._local.step()
             if not self._is_elementwise or len(self._local.state) != self._published:
                 self._publish()

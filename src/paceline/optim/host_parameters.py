@@ -1,8 +1,8 @@
 """A wrapped module's parameters once per host, and which rank steps which part of them."""
 
 import contextlib
-import weakref
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,20 +15,22 @@ from paceline.optim.clipping import gather_numbers
 from paceline.optim.part_state import PLACE_BYTES, PartState
 from paceline.optim.reduced_parts import ReducedParts
 from paceline.tensors.part_parameter import part_of
-from paceline.tensors.shared_parameter import Writes, use_memory
+from paceline.tensors.shared_parameter import SharedParameter, Writes, use_memory
 from paceline.watch.error_words import describe_error
 from paceline.watch.rank_page import Activity
 
 # Each parameter begins at a multiple of this many bytes.
 _ALIGNED = 256
-_known: "weakref.WeakKeyDictionary[DistributedDataParallel, HostParameters]" = weakref.WeakKeyDictionary()
+# Of how many parameters an error tells.
+_TOLD = 3
 
 
 def host_parameters_of(wrapper: DistributedDataParallel) -> "HostParameters":
     """The wrapper's parameters, moved to shared memory the first time; all ranks call this at once."""
-    if wrapper not in _known:
-        _known[wrapper] = HostParameters(wrapper)
-    return _known[wrapper]
+    if wrapper._host_parameters is None:
+        wrapper._host_parameters = HostParameters(wrapper)
+    found: HostParameters = wrapper._host_parameters
+    return found
 
 
 class HostParameters:
@@ -47,11 +49,10 @@ class HostParameters:
         self._group = wrapper._group
         self._reducer = wrapper._reducer
         self._slots, self._whole, _ = wrapper._wrapped.params
-        self._writes = Writes()
+        self._writes = Writes(self)
         self._broken: str | None = None
         shared = self._group.shared
         self._tensors = [*map(_dense, self._whole)] if shared is None else self._move(shared)
-        wrapper._writing_parameters = self.writing
 
     def take(self, parameter: Tensor) -> list[tuple[int, Tensor]]:
         """This rank's parts of a parameter: where each begins, and a tensor for an optimizer to step.
@@ -85,16 +86,19 @@ class HostParameters:
         self._count(said=False)
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, refusal: str = "") -> Iterator[None]:
         """All ranks of the host write their parts in here, and nobody reads.
 
         Ranks wait for each other before, because some may still compute with the old values, and after, so
         that everybody sees the new ones. If it fails on a rank, all ranks raise.
+
+        Args:
+            refusal: why this rank cannot step, in words; then no rank does.
         """
         if self._broken is not None:
             raise StepError(self._broken)
         self._reducer.turns.finish_launched()
-        self._check_writes()
+        self._check(refusal)
         error = None
         try:
             yield
@@ -160,23 +164,25 @@ class HostParameters:
             self._writes.share(parameter, tensor)
         return tensors
 
-    def _check_writes(self) -> None:
-        """Wait for all ranks; raise on all of them if some rank has written to parameters."""
-        written = [f"{self._slots[slot].name!r} {words}" for slot, words in self._writes.found().items()]
-        if not self._count(said=bool(written)):
+    def _check(self, refusal: str) -> None:
+        """Wait for all ranks; raise on all of them if some rank cannot step, or has written to parameters."""
+        found = self._writes.found().items()
+        written = "; ".join([f"{self._slots[slot].name!r} {words}" for slot, words in found][:_TOLD])
+        if not self._count(said=bool(written or refusal)):
             return
-        everyone = self._group.gather_objects("; ".join(written[:3]))
-        told = [
-            f"on rank {rank}, {words}"
-            for rank, words in zip(self._group.global_ranks, everyone, strict=True)
-            if words
-        ]
+        everyone = (
+            self._group.gather_objects((written, refusal)) if self._group.size > 1 else [(written, refusal)]
+        )
+        ranks = [*zip(self._group.global_ranks, everyone, strict=True)]
         self.forget_writes()
+        where = f"(rank: {self._group.global_rank}, step: {self._reducer.step_number})"
+        if told := [f"on rank {rank}, {words}" for rank, (_, words) in ranks if words]:
+            raise StepError(f"no parameter was stepped: {'; '.join(told)} {where}")
+        told = [f"on rank {rank}, {words}" for rank, (words, _) in ranks if words]
         raise StepError(
             f"a parameter that all ranks of the host share was written to outside the optimizer: "
             f"{'; '.join(told)}. Each rank that does so changes what all have. Write inside "
-            "`with optimizer.writing():`, where it counts once. No parameter was stepped "
-            f"(rank: {self._group.global_rank}, step: {self._reducer.step_number})"
+            f"`with optimizer.writing():`, where it counts once. No parameter was stepped {where}"
         )
 
     def _end_update(self, error: BaseException | None) -> None:
@@ -221,8 +227,18 @@ def _refuse(wrapper: DistributedDataParallel) -> None:
             "a HostOptimizer needs memory that the ranks of a host share, and these share none: the wrapper "
             'has transport="c10d", or has warned. ShardedOptimizer(..., gradients="parts") needs none'
         )
+    if _are_shared(wrapper._wrapped.params.parameters):
+        gc.collect()  # a wrapper that nobody uses any more may still be there
+        if _are_shared(wrapper._wrapped.params.parameters):
+            raise UnsupportedError(
+                "a HostOptimizer of another wrapper has these parameters in shared memory already"
+            )
     if str(wrapper._options.audit).startswith("heal"):
         raise UnsupportedError(f'a HostOptimizer and audit="{wrapper._options.audit}" exclude each other')
+
+
+def _are_shared(parameters: Iterable[Parameter]) -> bool:
+    return any(isinstance(each, SharedParameter) and each.writes.is_in_use for each in parameters)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

@@ -69,6 +69,16 @@ class ReducedParts:
         """Drop the gradients of these parameters, and of their parts."""
         self._parameters.clear_grads(map(self.slot_of, parameters))
 
+    def follow_grads(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Drop the gradients of parts whose parameters' were dropped, as ``zero_grad`` of a module does.
+
+        Returns:
+            The names of parameters that have a gradient which is no average.
+        """
+        slots = [*map(self.slot_of, parameters)]
+        cut = self._parameters.cut
+        return [self._slots[slot].name for slot in slots if not cut[slot].follow()]
+
     def reduce(self) -> None:
         """Have the next backward leave parts, as they are now."""
         self._reducer.use_parts(self._parameters, PartAverage(self._group, self._plain, self._cut))

@@ -20,11 +20,25 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import ShardError
 
 # What is asked of a gradient that does not look at its values.
-_HARMLESS = frozenset({"__get__", "__set__", "dim", "size", "numel", "is_floating_point", "is_complex"})
+_HARMLESS = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "dim",
+        "size",
+        "numel",
+        "is_floating_point",
+        "is_complex",
+        "requires_grad_",
+        "detach_",
+    }
+)
 
 
 class UnseenGradient(Tensor):
     """Stands for an average of which this rank has a part: see Note [Unseen gradients]."""
+
+    owner: "PartParameter"
 
     @classmethod
     def __torch_function__(
@@ -34,6 +48,9 @@ class UnseenGradient(Tensor):
         name = getattr(function, "__name__", str(function))
         if name in _HARMLESS:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if name == "zero_":  # as zero_grad(set_to_none=False) of a module does
+            args[0].owner.zero_parts()
+            return args[0]
         raise ShardError(
             f"this rank has only its part of the averaged gradient, so {name}() would be wrong: clip by the "
             "clip_grad_norm_ of the optimizer that has the parts, and step no other optimizer. The parts are "
@@ -62,6 +79,7 @@ class PartParameter:
         self._shown: Tensor | None = None  # what the last average left as ``.grad``
         nothing: Any = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         self._unseen = nothing.expand(parameter.shape).as_subclass(UnseenGradient)
+        self._unseen.owner = self
 
     def detach(self) -> Tensor:
         """The parameter, detached."""
@@ -117,6 +135,20 @@ class PartParameter:
         for start, part in self.parts:
             if part.grad is not None:
                 part.grad.add_(part_of(average, start, part))
+
+    def follow(self) -> bool:
+        """Drop the gradients of the parts if the parameter's was dropped; whether it is no other tensor."""
+        grad = self.parameter.grad
+        if grad is None:
+            for _, part in self.parts:
+                part.grad = None
+        return grad is None or grad is self._shown
+
+    def zero_parts(self) -> None:
+        """Set the gradients of the parts to zero."""
+        for _, part in self.parts:
+            if part.grad is not None:
+                part.grad.zero_()
 
     def begin(self) -> None:
         """A backward begins: keep the parts of an earlier one, unless they were dropped."""

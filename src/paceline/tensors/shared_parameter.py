@@ -9,6 +9,7 @@ the parameter, and when ``data`` is read.
 
 import inspect
 import operator
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from sys import getrefcount
@@ -28,14 +29,24 @@ _REFERENCES = next(getrefcount(each) for each, _ in [(object(), None)])
 
 
 class Writes:
-    """Who may have written to a module's shared parameters since their values were last said to be right."""
+    """Who may have written to a module's shared parameters since their values were last said to be right.
 
-    def __init__(self) -> None:
+    Args:
+        owner: what moves the parameters to shared memory.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._owner = weakref.ref(owner)
         self._parameters: list[SharedParameter] = []
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self._lines: dict[int, CodeLine | None] = {}
         self._handed_out: dict[int, list[tuple[Tensor, CodeLine | None]]] = {}
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the owner still lives."""
+        return self._owner() is not None
 
     def share(self, parameter: Parameter, memory: Tensor) -> None:
         """Have a parameter, which stays the same object, use other memory, and note who writes to it."""

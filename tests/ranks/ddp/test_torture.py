@@ -6,7 +6,7 @@ import pytest
 from figures import FIGURES, load
 from torture.case import Case
 from torture.judge import Verdict, judge
-from torture.run import Wrapper, oracle, train
+from torture.run import Refused, Wrapper, oracle, train
 from torture.suite import ALL, CASES
 
 from paceline.testing import RankPool
@@ -26,6 +26,12 @@ WIDE = [
     "exception in forward on one rank, then clean",
     "exception in backward on one rank, then clean",
 ]
+# Cases that a HostOptimizer refuses, and a word of its error.
+REFUSED_ONCE_PER_HOST = {
+    "sparse embedding, empty input on one rank": "sparse gradients",
+    "sparse embedding bag, empty input on one rank": "sparse gradients",
+    "sparse embedding skipped by one rank": "sparse gradients",
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,17 @@ def test_case_with_lazy_buckets_and_manual_finalization(name: str, pools: dict[i
 @pytest.mark.parametrize("name", WIDE)
 def test_case_on_three_ranks(name: str, pools: dict[int, RankPool]) -> None:
     check(CASES[name], Wrapper("paceline"), pools, world=3)
+
+
+@pytest.mark.parametrize("name", list(filter(is_quick, CASES)))
+def test_case_with_parameters_once_per_host(name: str, pools: dict[int, RankPool]) -> None:
+    case, wrapper = CASES[name], Wrapper("paceline", one_copy=True)
+    if name not in REFUSED_ONCE_PER_HOST:
+        check(case, wrapper, pools, world=2)
+        return
+    for seen in pools[2].run(train, name, wrapper):
+        assert isinstance(seen, Refused)
+        assert REFUSED_ONCE_PER_HOST[name] in seen.error
 
 
 def test_no_two_cases_have_the_same_name() -> None:

@@ -355,6 +355,26 @@ def test_unused_parameters_are_not_stepped(ranks: RankPool) -> None:
     ranks.run(unused)
 
 
+def without_backward(rank: int) -> None:
+    ddp = DistributedDataParallel(Wide())
+    host = HostOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    train(ddp, host, rank, range(2))
+    ddp.zero_grad()
+    before = [each.detach().clone() for each in ddp.parameters()]
+    host.step()  # there is nothing to step
+    assert all(map(torch.equal, before, ddp.parameters()))
+    if rank == 1:
+        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
+    with pytest.raises(StepError, match=r"on rank 1, gradients are no averages.*\(first.weight\)"):
+        host.step()
+    assert all(map(torch.equal, before, ddp.parameters()))
+    train(ddp, host, rank, range(2))
+
+
+def test_a_step_without_a_backward_steps_nothing(pair: RankPool) -> None:
+    pair.run(without_backward)
+
+
 def clipped(rank: int, norm_type: float, kind: str) -> None:
     theirs, ours = DistributedDataParallel(Wide()), DistributedDataParallel(Wide())
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)

@@ -26,6 +26,8 @@ class Wrapper:
     options: dict[str, Any] = field(default_factory=dict)
     # Whether steps are ended by finalize_backward, right after each backward.
     manual: bool = False
+    # Whether parameters are in memory that ranks share, and each rank steps its part of them.
+    one_copy: bool = False
 
     def __call__(self, module: nn.Module) -> nn.Module:
         if self.package == "paceline":
@@ -36,11 +38,23 @@ class Wrapper:
         if self.manual:
             wrapped.require_manual_backward_finalization = True
             _manual.append(weakref.ref(wrapped))
+        if self.one_copy:
+            from paceline import HostOptimizer
+
+            # Also those that are frozen: a case may unfreeze them.
+            everything = [
+                each for each in module.parameters() if each.is_floating_point() or each.is_complex()
+            ]
+            _optimizers.append(HostOptimizer(wrapped, torch.optim.SGD, everything, lr=LEARNING_RATE))
         return wrapped
 
 
 # Wrappers whose steps are ended by finalize_backward.
 _manual: list["weakref.ref[Any]"] = []
+
+
+# The optimizers of wrappers whose parameters are in shared memory.
+_optimizers: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,7 @@ def train(rank: int, name: str, wrapper: Wrapper) -> list[Grads | Lost] | Refuse
         with finalizing() if wrapper.manual else nullcontext():
             return train_case(rank, suite.CASES[name], wrapper)
     finally:
+        _optimizers.clear()
         # torch's wrapper can hang if it outlives its group.
         gc.collect()
 
@@ -115,7 +130,7 @@ def train_case(rank: int, case: Case, wrapping: Wrapping) -> list[Grads | Lost] 
     try:
         net = case.wrap(module, wrapping)
     except Exception as error:
-        if case.refused:
+        if case.refused or type(error).__name__ == "UnsupportedError":
             return Refused(str(error))
         raise
     return [_step(case, Turn(net, module, rank, step)) for step in range(case.steps)]
@@ -130,9 +145,42 @@ def _step(case: Case, turn: Turn) -> Grads | Lost:
             raise
         turn.module.zero_grad()
         return Lost(str(error))
+    if _optimizers:
+        seen = Grads(joined_grads(turn.module), turn.local)
+        for optimizer in _optimizers:
+            optimizer.step()
+        return seen
     seen = Grads(grads_of(turn.module), turn.local)
     update(turn.module)
     return seen
+
+
+def joined_grads(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The gradients, from the parts of all ranks; every rank calls this."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for optimizer in _optimizers:
+        for parameter in optimizer.whole_parameters:
+            own[names[parameter]] = [
+                (start, part.grad.clone())
+                for start, part in optimizer._starts[parameter]
+                if part.grad is not None
+            ]
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    return {
+        name: _joined_grad(parameter, [part for rank in ranks for part in rank.get(name, ())])
+        for parameter, name in names.items()
+    }
+
+
+def _joined_grad(parameter: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+    if parameter.grad is None or not parts:
+        return None if parameter.grad is None else parameter.grad.clone()
+    whole = torch.empty_like(parameter.detach())
+    for start, part in parts:
+        whole.as_strided(part.shape, part.stride(), start).copy_(part)
+    return whole
 
 
 def update(module: nn.Module) -> None:
