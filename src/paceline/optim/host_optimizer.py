@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from paceline.comm.torch_distributed import Join, Joinable, JoinHook
 from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
-from paceline.errors import OptionError, UnsupportedError
+from paceline.errors import OptionError, ShardError, UnsupportedError
 from paceline.optim.clipping import clip_parts
 from paceline.optim.host_parameters import HostParameters, host_parameters_of
 from paceline.optim.part_state import PartKey, cut, joined
@@ -73,6 +73,7 @@ class HostOptimizer(Optimizer, Joinable):
         self._is_elementwise = optimizer_class in ELEMENTWISE
         self._scaler_check = ScalerCheck(wrapper._group)
         self._groups: list[list[Tensor]] = []
+        self._names: list[dict[str, Any]] = []
         self._keys: dict[Tensor, PartKey] = {}
         self._starts: dict[Tensor, list[tuple[int, Tensor]]] = {}
         groups = [self._take(group) for group in given.param_groups]
@@ -169,8 +170,8 @@ class HostOptimizer(Optimizer, Joinable):
         return {
             "state": state,
             "param_groups": [
-                {**group_options(group), "params": [numbers[parameter] for parameter in wholes]}
-                for group, wholes in zip(self.param_groups, self._groups, strict=True)
+                {**group_options(group), "params": [numbers[parameter] for parameter in wholes], **names}
+                for group, wholes, names in zip(self.param_groups, self._groups, self._names, strict=True)
             ],
         }
 
@@ -201,6 +202,12 @@ class HostOptimizer(Optimizer, Joinable):
             self._state.forget()
         self._use_local_groups()
         self._parameters.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ShardError(
+            "a HostOptimizer cannot be copied or pickled: its parts are in the memory of this host. Save its "
+            "state_dict(), and load it into another one"
+        )
 
     def join_hook(self, **_: Any) -> JoinHook:
         """The hook that torch's join context calls on a rank without inputs."""
@@ -234,6 +241,7 @@ class HostOptimizer(Optimizer, Joinable):
                 self._parts.keep_whole(parameter, owner)
         first = sum(map(len, self._groups))
         self._groups.append(wholes)
+        self._names.append({key: group[key] for key in ("param_names",) if key in group})
         parts = []
         for number, parameter in enumerate(wholes, start=first):
             self._starts[parameter] = self._parameters.take(parameter)

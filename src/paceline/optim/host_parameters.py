@@ -117,11 +117,14 @@ class HostParameters:
         """
         is_first = self._group.shared is None or self._group.shared.rank == 0
         self.wait()
-        if not is_first:
-            for parameter, memory in zip(self._whole, self._tensors, strict=True):
-                use_memory(parameter, memory.clone())
-        self.wait()
         error = None
+        try:
+            copies = [] if is_first else [memory.clone() for memory in self._tensors]
+        except RuntimeError as raised:  # there is no memory for them
+            error, copies = raised, []
+        self._raise_if_any(error)
+        for parameter, own in zip(self._whole, copies, strict=False):
+            use_memory(parameter, own)
         try:
             yield
         except BaseException as raised:
@@ -131,11 +134,7 @@ class HostParameters:
                 memory.copy_(parameter.detach())  # it was given other memory
             use_memory(parameter, memory)
         self.forget_writes()
-        failed = self._count(said=error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise StepError(f"{failed} other rank(s) raised while parameters were written")
+        self._raise_if_any(error)
         self._broken = None
 
     def forget_writes(self) -> None:
@@ -185,6 +184,21 @@ class HostParameters:
             f"`with optimizer.writing():`, where it counts once. No parameter was stepped {where}"
         )
 
+    def _raise_if_any(self, error: BaseException | None) -> None:
+        """Wait for all ranks; raise on all of them if one has an error."""
+        if not self._count(said=error is not None):
+            return
+        told = self._tell("" if error is None else describe_error(error))
+        if error is not None:
+            raise error
+        raise StepError(f"parameters could not be written to: {told}")
+
+    def _tell(self, words: str) -> str:
+        """What ranks have raised, in words; all call this at once."""
+        everyone = self._group.gather_objects(words) if self._group.size > 1 else [words]
+        ranks = zip(self._group.global_ranks, everyone, strict=True)
+        return "; ".join(f"rank {rank} raised {why}" for rank, why in ranks if why)
+
     def _end_update(self, error: BaseException | None) -> None:
         half = "so parameters of this host are updated in part: load a checkpoint"
         try:
@@ -194,11 +208,8 @@ class HostParameters:
             raise StepError(self._broken) from (error or lost)
         if not failed:
             return
-        words = "" if error is None else describe_error(error)
-        told = self._group.gather_objects(words)
-        ranks = zip(self._group.global_ranks, told, strict=True)
-        raised = [f"rank {rank} raised {why}" for rank, why in ranks if why]
-        self._broken = f"the optimizer's step failed, {half}: {'; '.join(raised)}"
+        told = self._tell("" if error is None else describe_error(error))
+        self._broken = f"the optimizer's step failed, {half}: {told}"
         if error is not None:
             error.add_note(self._broken)
             raise error

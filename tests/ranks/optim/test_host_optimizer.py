@@ -28,6 +28,7 @@ from paceline import (
     TrainingState,
     UnsupportedError,
 )
+from paceline.comm.shm.local_ranks import HOST_VARIABLE
 from paceline.ddp.buckets.cut import SMALLEST_CUT
 from paceline.errors import RanksError
 from paceline.testing import RankPool, run_ranks
@@ -125,6 +126,39 @@ def test_so_they_have_on_more_ranks(ranks: RankPool, name: str) -> None:
 
 def test_so_they_have_on_one_rank() -> None:
     run_ranks(as_plain, 1, args=("AdamW",), timeout=60.0)
+
+
+def between_hosts(rank: int, layout: list[str], kind: str) -> None:
+    os.environ[HOST_VARIABLE] = layout[rank]
+    theirs, ours = DistributedDataParallel(Wide()), DistributedDataParallel(Wide())
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    mine: Any = (
+        HostOptimizer(ours, torch.optim.AdamW, lr=0.01)
+        if kind == "host"
+        else ShardedOptimizer(ours, torch.optim.AdamW, lr=0.01, gradients="parts")
+    )
+    train(theirs, plain, rank, range(10))
+    train(ours, mine, rank, range(9))
+    mine.zero_grad()
+    ours(rows(rank, 9)).square().mean().backward()
+    mine.clip_grad_norm_(1e6)
+    mine.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert equal_on_all([each.detach().clone() for each in ours.parameters()])
+    if kind == "host":
+        torch.testing.assert_close(mine.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-7)
+        ours.load_state_dict(theirs.state_dict())
+        assert_same_parameters(ours, theirs)
+        with mine.writing():
+            ours.module.scale.data.fill_(rank)
+        assert ours.module.scale.item() == layout.index(layout[rank])  # what the host's first rank wrote
+
+
+@pytest.mark.parametrize("kind", ["host", "parts"])
+@pytest.mark.parametrize("layout", ["aabb", "aab", "abab"])
+def test_hosts_have_a_copy_each(layout: str, kind: str) -> None:
+    run_ranks(between_hosts, len(layout), args=([*layout], kind), timeout=60.0)
 
 
 def held(optimizer: Any) -> int:
@@ -244,6 +278,19 @@ def groups_and_schedule(rank: int) -> None:
 
 def test_parameter_groups_added_later_and_a_scheduler_work(ranks: RankPool) -> None:
     ranks.run(groups_and_schedule)
+
+
+def named(rank: int) -> None:
+    theirs, ours = DistributedDataParallel(Wide()), DistributedDataParallel(Wide())
+    plain = torch.optim.SGD(theirs.module.named_parameters(), lr=0.1, momentum=0.9)
+    host = HostOptimizer(ours, torch.optim.SGD, ours.module.named_parameters(), lr=0.1, momentum=0.9)
+    train(theirs, plain, rank, range(2))
+    train(ours, host, rank, range(2))
+    assert_same_state(host.state_dict(), plain.state_dict())
+
+
+def test_names_of_parameters_are_in_the_state(pair: RankPool) -> None:
+    pair.run(named)
 
 
 def two_optimizers(rank: int) -> None:
@@ -531,7 +578,10 @@ def written(rank: int) -> None:
         ddp.load_state_dict({name: 0.5 * value for name, value in ddp.module.state_dict().items()})
         train(ddp, optimizer_, rank, range(2))
     assert_same_parameters(ours, theirs)
-    with pytest.raises(ZeroDivisionError if rank == 0 else StepError), host.writing():
+    error, words = (
+        (ZeroDivisionError, "zero") if rank == 0 else (StepError, "rank 0 raised ZeroDivisionError")
+    )
+    with pytest.raises(error, match=words), host.writing():
         _ = 1 / rank
     train(ours, host, rank, range(2))
 
@@ -553,6 +603,8 @@ def copied(rank: int) -> None:
         with torch.no_grad():
             twin.first.weight.zero_()
         assert ddp.module.first.weight.any()
+    with pytest.raises(ShardError, match=r"cannot be copied or pickled.*state_dict"):
+        copy.deepcopy(host)
     saved = {name: value.clone() for name, value in ddp.state_dict().items()}
     if (child := os.fork()) == 0:  # what a child writes is its own
         ddp.module.first.weight.data.zero_()

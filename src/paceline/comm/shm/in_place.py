@@ -16,6 +16,11 @@ from paceline.comm.shm.collective import Collective, Launched, Until
 from paceline.comm.shm.collectives import ReduceFunction, Scaling, chunk_count, combine_neighbours
 from paceline.comm.shm.segment import CHUNK_BYTES
 
+# A slice is reduced in blocks, so that what is read again is still in the core's cache: so many bytes of all
+# ranks' tensors together.
+CACHED_BYTES = 1 << 20
+# A block begins at a multiple of this many bytes: of any element's size.
+_BLOCK_UNIT = 64
 # Begins to combine a tensor with those of other hosts, in place.
 ReduceBetweenHosts = Callable[[Tensor], Pending]
 # The first element, and the one behind the last.
@@ -86,12 +91,21 @@ class TwoShotAllReduce(Collective):
 
     def reduce_slice(self, chunk: int, views: Launched, rank: int) -> None:
         """Combine a rank's slice of all tensors, and write the result into all of them."""
-        result, *others = self._combine(chunk, views, rank)
-        if self._scaling is not None:
-            start, _ = self._bytes_of_slice(chunk, rank)
-            self._scaling.apply(result, chunk * self._chunk_numel + start // self._dtype.itemsize)
-        for other in others:
-            other.copy_(result)
+        start, length = self._bytes_of_slice(chunk, rank)
+        for at, nbytes in self._blocks(start, length):
+            terms = [views.at(chunk, each, nbytes, self._dtype, at) for each in range(self._size)]
+            combine_neighbours(terms, self._op)
+            result, *others = terms
+            if self._scaling is not None:
+                self._scaling.apply(result, chunk * self._chunk_numel + at // self._dtype.itemsize)
+            for other in others:
+                other.copy_(result)
+
+    def _blocks(self, start: int, length: int) -> Iterator[tuple[int, int]]:
+        """Cut bytes into blocks that fit into the cache: where each begins, and its length."""
+        block = max(1, CACHED_BYTES // self._size // _BLOCK_UNIT) * _BLOCK_UNIT
+        for at in range(start, start + length, block):
+            yield at, min(block, start + length - at)
 
     def distribute(self, chunk: int, views: Launched) -> None:
         """Write the result into the tensors of all ranks."""

@@ -93,10 +93,12 @@ class ReduceParts(TwoShotAllReduce):
     def _add_up(self, chunk: int, views: Launched, rank: int) -> list[Tensor]:
         """Add up a rank's elements, and the rest if it is the first rank; returns the sums, in its tensor."""
         sums = []
-        for run in self._parts.in_chunk(chunk, self._chunk_numel, rank):
-            terms = self._terms(chunk, views, run)
-            _add_into(terms, rank)
-            sums.append(terms[rank])
+        width = self._dtype.itemsize
+        for start, end in self._parts.in_chunk(chunk, self._chunk_numel, rank):
+            for at, nbytes in self._blocks(start * width, (end - start) * width):
+                terms = [views.at(chunk, each, nbytes, self._dtype, at) for each in range(self._size)]
+                _add_into(terms, rank)
+            sums.append(views.at(chunk, rank, (end - start) * width, self._dtype, start * width))
         if rank == 0 and (rest := self._rest(chunk)) is not None:
             terms = self._terms(chunk, views, rest)
             combine_neighbours(terms, Tensor.add_)
@@ -128,6 +130,8 @@ class ReduceParts(TwoShotAllReduce):
 
 def _add_into(terms: list[Tensor], target: int) -> None:
     """Add up as ``combine_neighbours`` does, but write the sum to one of the terms; any may be written to."""
+    if len(terms) == 1:
+        return
     half = 1
     while 2 * half < len(terms):
         half *= 2

@@ -13,8 +13,8 @@ from paceline.ddp.buckets.plan import Slot
 SMALLEST_CUT = 1 << 15
 # Ranges begin at multiples of this many elements, so that no two ranks write to one cache line.
 _ALIGNED = 64
-# Elements that one rank may have more than another, so that adjacent parameters stay together.
-_MAX_LEAD = 1 << 16
+# To step a parameter takes as long as to step so many elements more.
+_ELEMENTS_PER_CALL = 1 << 12
 
 
 class Range(NamedTuple):
@@ -23,32 +23,6 @@ class Range(NamedTuple):
     owner: int
     start: int
     end: int
-
-
-class SlotLeaders:
-    """Which rank of a host leads for which slot; the same on every rank.
-
-    Args:
-        count: the number of leaders per host.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._loads = [0] * count
-        self._current = 0
-        self._leader: dict[int, int] = {}
-
-    def of(self, slots: Sequence[Slot]) -> list[int]:
-        """Each slot's leader; new slots go to one that has few elements."""
-        return [self._of(slot) for slot in slots]
-
-    def _of(self, slot: Slot) -> int:
-        if slot.index not in self._leader:
-            least = min(self._loads)
-            if self._loads[self._current] - least > _MAX_LEAD:
-                self._current = self._loads.index(least)
-            self._loads[self._current] += slot.numel
-            self._leader[slot.index] = self._current
-        return self._leader[slot.index]
 
 
 class Cut:
@@ -61,13 +35,15 @@ class Cut:
 
     def __init__(self, slots: Sequence[Slot], ranks: int) -> None:
         self._slots = slots
-        leaders = SlotLeaders(ranks)
-        self._ranges = [
-            _evenly(slot.numel, ranks)
-            if slot.numel >= SMALLEST_CUT
-            else [Range(leaders.of([slot])[0], 0, slot.numel)]
-            for slot in slots
-        ]
+        self._ranges: list[list[Range]] = []
+        total = sum(map(_cost_of_small, slots))
+        before = 0
+        for slot in slots:
+            # Small ones that follow each other go to one rank, so that they are added up by one call.
+            owner = ranks * before // max(1, total)
+            before += _cost_of_small(slot)
+            is_large = slot.numel >= SMALLEST_CUT
+            self._ranges.append(_evenly(slot.numel, ranks) if is_large else [Range(owner, 0, slot.numel)])
 
     def __getitem__(self, slot: int) -> Sequence[Range]:
         return self._ranges[slot]
@@ -94,6 +70,10 @@ def assign_owners(costs: Sequence[float], owned: Sequence[float]) -> list[int]:
         owners[number] = owner
         totals[owner] += costs[number]
     return owners
+
+
+def _cost_of_small(slot: Slot) -> int:
+    return 0 if slot.numel >= SMALLEST_CUT else slot.numel + _ELEMENTS_PER_CALL
 
 
 def _evenly(numel: int, ranks: int) -> list[Range]:

@@ -21,13 +21,42 @@ from paceline.comm.group import Group
 from paceline.comm.pending import OnSlow, Pending
 from paceline.comm.shm.in_place import Slice
 from paceline.comm.shm.transport import SharedMemoryTransport
-from paceline.ddp.buckets.cut import SlotLeaders
 from paceline.ddp.buckets.dense import DenseBucket
+from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.comm_hook import check_result
 from paceline.ddp.exchange.hook_run import HookRun
 from paceline.errors import BrokenHookError, HookError
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook
+
+# Elements that one leader may have more than another, so that adjacent parameters stay together.
+_MAX_LEAD = 1 << 16
+
+
+class SlotLeaders:
+    """Which rank of a host leads for which slot; the same on every rank.
+
+    Args:
+        count: the number of leaders per host.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._loads = [0] * count
+        self._current = 0
+        self._leader: dict[int, int] = {}
+
+    def of(self, slots: Sequence[Slot]) -> list[int]:
+        """Each slot's leader; new slots go to one that has few elements."""
+        return [self._of(slot) for slot in slots]
+
+    def _of(self, slot: Slot) -> int:
+        if slot.index not in self._leader:
+            least = min(self._loads)
+            if self._loads[self._current] - least > _MAX_LEAD:
+                self._current = self._loads.index(least)
+            self._loads[self._current] += slot.numel
+            self._leader[slot.index] = self._current
+        return self._leader[slot.index]
 
 
 @dataclass(frozen=True)
