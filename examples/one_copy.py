@@ -39,7 +39,7 @@ def train(ddp: DistributedDataParallel, optimizer: Optimizer, rank: int) -> None
 
 def held(optimizer: Optimizer) -> float:
     """MB of state on this rank."""
-    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    tensors: list[Tensor] = [value for state in optimizer.state.values() for value in state.values()]
     return sum(tensor.nbytes for tensor in tensors) / 1e6
 
 

@@ -117,7 +117,7 @@ class HostParameters:
         """
         is_first = self._group.shared is None or self._group.shared.rank == 0
         self.wait()
-        error = None
+        error: BaseException | None = None
         try:
             copies = [] if is_first else [memory.clone() for memory in self._tensors]
         except RuntimeError as raised:  # there is no memory for them
