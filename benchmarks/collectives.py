@@ -2,7 +2,7 @@
 
 python benchmarks/collectives.py [--collectives NAME ...] [--worlds N ...] [--sizes SIZE ...]
                                  [--sides NAME ...] [--rounds N] [--quick]
-                                 [--json FILE] [--figures FILE] [--plot FILE]
+                                 [--mpi [NAME ...]] [--json FILE] [--figures FILE] [--plot FILE]
 
 paceline.tools.bench.collective_times describes the sides, and how they are timed and checked. "gloo / shared:
 20" means that gloo takes 20 times as long. A figure without a target is for information.
@@ -12,17 +12,21 @@ ratio are those of the ratios of each round. With more ranks than cores, all sid
 
 The machine's bandwidth is that of a copy_ of 100 MB, which is larger than the caches, by one rank while the
 others sleep, and by all ranks at once. Bytes read and bytes written both count; a GB has 10^9 bytes.
+
+With --mpi, all-reduces of Open MPI, MPICH and Intel MPI are timed too, in turns with the other sides, and CPU
+times are shown. mpi_peers.py describes how, and installs them; what is not installed is left out.
 """
 
 import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mpi_peers import MPI_LIBRARIES, installed, started, time_beside_mpi
 from targets import Row, add_output_options, report, save_figures
 
 from paceline.errors import PacelineError
@@ -56,9 +60,9 @@ QUICK_ROUNDS, QUICK_CALLS = 3, 2
 TIMEOUT_SECONDS = 3600.0
 
 
-def speed_target(case: CollectiveCase) -> float | None:
-    """How many times as fast as gloo a side of ours should be."""
-    if case.collective != "all_reduce":
+def speed_target(case: CollectiveCase, other: str) -> float | None:
+    """How many times as fast as the other side, which is gloo, a side of ours should be."""
+    if case.collective != "all_reduce" or other != "gloo":
         return None
     return TARGETS.get(case.size) if case.world == 2 else MANY_RANKS_TARGET
 
@@ -88,13 +92,26 @@ def bandwidth_rows(pool: RankPool, world: int, rounds: int, calls: int) -> list[
     ]
 
 
+def cpu_rows(case: CollectiveCase, cpu: SecondsBySide) -> list[Row]:
+    """CPU times of all ranks together, which have no targets."""
+    timings = {side: timing(values) for side, values in cpu.items()}
+    of_case = {**asdict(case), "quantity": "cpu"}
+    rows = []
+    for other, ours in mpi_comparisons(list(cpu)):
+        value, spread = ratio(cpu[other], cpu[ours])
+        rows.append(
+            Row(f"CPU time of {case}", timings, f"{other} / {ours}", value, None, spread=spread, case=of_case)
+        )
+    return rows
+
+
 def case_rows(case: CollectiveCase, seconds: SecondsBySide) -> list[Row]:
     timings = {side: timing(values) for side, values in seconds.items()}
     rows = []
-    for slow, fast in comparisons(list(seconds)):
+    for slow, fast in (*comparisons(list(seconds)), *mpi_comparisons(list(seconds))):
         value, spread = ratio(seconds[slow], seconds[fast])
         against_memcpy = fast == "memcpy"
-        target = memcpy_target(case, slow) if against_memcpy else speed_target(case)
+        target = memcpy_target(case, slow) if against_memcpy else speed_target(case, slow)
         rows.append(
             Row(
                 str(case),
@@ -117,11 +134,32 @@ def comparisons(sides: Sequence[str]) -> list[tuple[str, str]]:
     return [pair for pair in pairs if set(pair) <= set(sides)]
 
 
-def measure(arguments: argparse.Namespace) -> tuple[list[Row], dict[CollectiveCase, SecondsBySide]]:
-    rows: list[Row] = []
-    measured: dict[CollectiveCase, SecondsBySide] = {}
+def mpi_comparisons(sides: Sequence[str]) -> list[tuple[str, str]]:
+    """Each MPI library to each side of ours."""
+    return [(mpi, ours) for mpi in MPI_LIBRARIES for ours in PACELINE_SIDES if {mpi, ours} <= set(sides)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured.
+
+    Attributes:
+        rows: what is shown.
+        seconds: the times of each case.
+        mpi: by its side's name, the title and version of each MPI library.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    seconds: dict[CollectiveCase, SecondsBySide] = field(default_factory=dict)
+    mpi: dict[str, str] = field(default_factory=dict)
+
+
+def measure(arguments: argparse.Namespace) -> Measured:
+    measured = Measured()
+    rows = measured.rows
     for world in arguments.worlds:
-        with RankPool(world, timeout=TIMEOUT_SECONDS) as pool:
+        with RankPool(world, timeout=TIMEOUT_SECONDS) as pool, started(arguments.mpi, world) as peers:
+            measured.mpi.update({name: ranks.title for name, ranks in peers.items()})
             rows += bandwidth_rows(pool, world, arguments.rounds, QUICK_CALLS)
             for case in (
                 CollectiveCase(name, world, size)
@@ -130,9 +168,15 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Row], dict[CollectiveCa
             ):
                 print(f"timing {case}", file=sys.stderr)
                 calls = QUICK_CALLS if arguments.quick else case.calls
-                measured[case] = time_case(pool, case, arguments.sides, rounds=arguments.rounds, calls=calls)
-                rows += case_rows(case, measured[case])
-    return rows, measured
+                repeats = {"rounds": arguments.rounds, "calls": calls}
+                if peers:
+                    times = time_beside_mpi(pool, peers, case, arguments.sides, **repeats)
+                    measured.seconds[case] = times.seconds
+                    rows += case_rows(case, times.seconds) + cpu_rows(case, times.cpu)
+                else:
+                    measured.seconds[case] = time_case(pool, case, arguments.sides, **repeats)
+                    rows += case_rows(case, measured.seconds[case])
+    return measured
 
 
 def parse_size(text: str) -> int:
@@ -167,6 +211,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=20, help="turns of each side that are timed (default: 20)"
     )
+    parser.add_argument(
+        "--mpi",
+        nargs="*",
+        choices=MPI_LIBRARIES,
+        metavar="NAME",
+        help=f"time MPI libraries too, if they are installed (default: {', '.join(MPI_LIBRARIES)})",
+    )
     parser.add_argument("--quick", action="store_true", help="3 rounds of 2 calls, to see that all works")
     add_output_options(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the times: .svg, .png and so on")
@@ -178,7 +229,11 @@ def parse() -> argparse.Namespace:
         parser.error("quartiles need three rounds or more")
     if min(arguments.worlds) < 2:
         parser.error("a collective needs two ranks or more")
-    if not all(comparisons(sides_of(collective, arguments.sides)) for collective in arguments.collectives):
+    if arguments.mpi is not None and (arguments.collectives != ["all_reduce"] or arguments.plot is not None):
+        parser.error("MPI libraries are timed for all_reduce alone, and not plotted")
+    arguments.mpi = [] if arguments.mpi is None else installed(arguments.mpi or [*MPI_LIBRARIES])
+    compared = [comparisons(sides_of(collective, arguments.sides)) for collective in arguments.collectives]
+    if not all(compared) and not mpi_comparisons([*arguments.sides, *arguments.mpi]):
         parser.error(f"these sides cannot be compared: add gloo or memcpy (sides: {arguments.sides})")
     if any(size % (world * ITEM_BYTES) for size in arguments.sizes for world in arguments.worlds):
         parser.error("a size must be whole float32 numbers for each rank")
@@ -192,15 +247,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    rows, measured = measure(arguments)
-    report("Collectives of ranks of one host, one thread per rank", rows, arguments.json)
-    save_figures(arguments.figures, "collectives", rows)
+    measured = measure(arguments)
+    report("Collectives of ranks of one host, one thread per rank", measured.rows, arguments.json)
+    if measured.mpi:
+        save_figures(arguments.figures, "collectives_mpi", measured.rows, mpi=measured.mpi)
+    else:
+        save_figures(arguments.figures, "collectives", measured.rows)
     if arguments.plot is not None:
         save_plot(
             arguments.plot,
             title="Time of a collective: gloo, paceline, and copying the same bytes",
             note=machine(),
-            collectives=measured,
+            collectives=measured.seconds,
             columns=len(arguments.worlds),
         )
 

@@ -1,7 +1,7 @@
 """What a training step costs under torch's DistributedDataParallel and under paceline's, on one host.
 
 python benchmarks/ddp.py [--models NAME ...] [--sides NAME ...] [--parts steps memory parameters]
-                         [--world N] [--busy N] [--rounds N] [--runs N] [--quick]
+                         [--optimizer sgd | adamw] [--world N] [--busy N] [--rounds N] [--runs N] [--quick]
                          [--json FILE] [--figures FILE]
 
 The sides, which take turns on the same ranks in one run, beside the module alone:
@@ -23,7 +23,19 @@ synchronisation can be faster. "Waiting for the slower rank" is what a rank woul
 side can avoid it, and it is not in what the sides add. CPU time is that of all threads of all ranks together.
 A ratio is NaN, which meets no target, if what the base adds is lost in the noise.
 
-memory: the peak over five steps, see benchmarks/peak_memory.py.
+With --optimizer adamw, the step has torch's AdamW in its default implementation, and the sides are:
+  torch                          torch's wrapper on a gloo group
+  torch-ZeroRedundancyOptimizer  the same, and each rank steps some of the parameters
+  paceline                       paceline's wrapper
+  paceline-ShardedOptimizer      the same, and each rank steps some of the parameters
+  paceline-HostOptimizer         the same, with parameters and optimizer state once per host: each rank steps
+                                 its part
+The module alone has a plain AdamW too. Only whole steps are measured then: what a side adds is less than
+nothing if ranks share the optimizer's work. One step with the rate 1.0 is taken in the end, to see that every
+side changes all parameters.
+
+memory: the peak over five steps, minus what was held before wrapping, see paceline.tools.bench.held_memory.
+benchmarks/memory.py has that of AdamW.
 
 parameters: what sides add per parameter, as the number of tiny parameters grows (CPU time: per rank), and the
 time to wrap the model that has the most. torch's wrapper is left out above 5,000 parameters.
@@ -39,27 +51,29 @@ import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from peak_memory import TIMEOUT_SECONDS, peak_memory
-from step_targets import WORLD, Conditions, build_rows, memory_rows, parameter_rows, step_rows
+from step_targets import (
+    WORLD,
+    Conditions,
+    build_rows,
+    memory_rows,
+    optimizer_rows,
+    parameter_rows,
+    step_rows,
+)
 from targets import Row, add_output_options, report, save_figures
 
 from paceline.testing import run_ranks
-from paceline.tools.bench.measure import Timing, busy_processes, timing
-from paceline.tools.bench.models import MODELS, TINY_PARAMETERS, BenchModel
-from paceline.tools.bench.step_times import (
-    ALONE,
-    BARRIER_ONLY,
-    FLOOR,
-    STEP_SIDES,
-    Repeats,
-    Side,
-    StepTimes,
-    time_steps,
-)
+from paceline.tools.bench.held_memory import MemoryCase, held_memory
+from paceline.tools.bench.measure import Size, Timing, busy_processes, size, timing
+from paceline.tools.bench.models import ADAMW, MODELS, SGD, TINY_PARAMETERS, BenchModel
+from paceline.tools.bench.sides import ALONE, BARRIER_ONLY, FLOOR, OPTIMIZER_SIDES, STEP_SIDES, Side
+from paceline.tools.bench.step_times import Repeats, StepTimes, time_steps
 
 STEP_MODELS = ("tiny-layers", "parameters-5000", "transformer", "mlp", "conv")
 MEMORY_MODELS = ("mlp", "transformer")
 PARTS = ("steps", "memory", "parameters")
+OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW}
+TIMEOUT_SECONDS = 3600.0
 # With more parameters than these, torch's wrapper is not measured.
 MOST_TORCH_PARAMETERS = 5_000
 # torch with and without views, and the others with their defaults.
@@ -70,6 +84,18 @@ DEFAULT_SIDES = (
 
 def is_wrapper(side: Side) -> bool:
     return side not in (BARRIER_ONLY, FLOOR)
+
+
+def peak_memory(model: BenchModel, sides: Sequence[Side], *, world: int, runs: int) -> dict[Side, Size]:
+    """Each side's peak, in several runs: it depends on what happens to overlap."""
+    peaks = [
+        [
+            max(held_memory(MemoryCase(model, side), world=world, timeout=TIMEOUT_SECONDS).since_wrapping)
+            for side in sides
+        ]
+        for _ in range(runs)
+    ]
+    return {side: size(values) for side, values in zip(sides, zip(*peaks, strict=True), strict=True)}
 
 
 def build_times(model: BenchModel, sides: Sequence[Side], *, world: int, runs: int) -> dict[Side, Timing]:
@@ -93,18 +119,23 @@ def build_on_rank(rank: int, model: BenchModel, side: Side) -> float:
     return seconds
 
 
+def conditions_of(arguments: argparse.Namespace) -> Conditions:
+    return Conditions(arguments.world, arguments.busy, arguments.optimizer)
+
+
 class Benchmark:
     """Measures the parts that were asked for; a model is timed once, also if two parts need it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._conditions = Conditions(arguments.world, arguments.busy)
+        self._conditions = conditions_of(arguments)
         self._measured: dict[str, StepTimes] = {}
 
     def steps(self) -> list[Row]:
         """Steps of the five models."""
         names, sides = self._chosen(STEP_MODELS), self._arguments.sides
-        return [row for name in names for row in step_rows(name, self._time(name), sides, self._conditions)]
+        rows = step_rows if self._arguments.optimizer == "sgd" else optimizer_rows
+        return [row for name in names for row in rows(name, self._time(name), sides, self._conditions)]
 
     def memory(self) -> list[Row]:
         """Peak memory of the large models."""
@@ -149,8 +180,10 @@ class Benchmark:
                 repeats,
                 world=self._conditions.world,
                 timeout=TIMEOUT_SECONDS,
+                kind=OPTIMIZERS[self._arguments.optimizer],
             )
             assert result.warning is None, result.warning
+            assert not result.refused, result.refused
             self._measured[name] = result.times
         return self._measured[name]
 
@@ -163,14 +196,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sides",
         nargs="+",
-        choices=STEP_SIDES,
-        default=DEFAULT_SIDES,
+        choices=STEP_SIDES | OPTIMIZER_SIDES,
         metavar="NAME",
-        help=", ".join(STEP_SIDES),
+        help=f"{', '.join(STEP_SIDES)}; with AdamW: {', '.join(OPTIMIZER_SIDES)}",
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=("steps", "memory"), help="default: steps and memory"
+        "--parts", nargs="+", choices=PARTS, help="default: steps and memory; with AdamW steps alone"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     parser.add_argument("--world", type=int, default=WORLD, metavar="N", help=f"ranks (default: {WORLD})")
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="processes that keep cores busy (default: 0)"
@@ -188,15 +221,28 @@ def parse() -> argparse.Namespace:
         parser.error("quartiles need three rounds, and three runs, or more")
     if arguments.world < 2 or arguments.busy < 0:
         parser.error("there must be two ranks or more, and no negative number of busy processes")
-    arguments.sides = [side for name, side in STEP_SIDES.items() if name in arguments.sides]
+    choose_sides_and_parts(parser, arguments)
     if arguments.quick:
         arguments.rounds, arguments.runs = 4, 3
     return arguments
 
 
+def choose_sides_and_parts(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Put in the optimizer's own where none were given, and refuse those that are not measured with it."""
+    is_sgd = arguments.optimizer == "sgd"
+    known = STEP_SIDES if is_sgd else OPTIMIZER_SIDES
+    arguments.parts = arguments.parts or (("steps", "memory") if is_sgd else ("steps",))
+    if not is_sgd and set(arguments.parts) != {"steps"}:
+        parser.error("with AdamW only steps are measured here; benchmarks/memory.py measures its memory")
+    sides = arguments.sides or (DEFAULT_SIDES if is_sgd else [*OPTIMIZER_SIDES])
+    if unknown := [name for name in sides if name not in known]:
+        parser.error(f"these sides are not measured with {arguments.optimizer}: {', '.join(unknown)}")
+    arguments.sides = [side for name, side in known.items() if name in sides]
+
+
 def main() -> None:
     arguments = parse()
-    benchmark, conditions = Benchmark(arguments), Conditions(arguments.world, arguments.busy)
+    benchmark, conditions = Benchmark(arguments), conditions_of(arguments)
     with busy_processes(arguments.busy):
         of_steps = [
             *(benchmark.steps() if "steps" in arguments.parts else []),

@@ -162,6 +162,32 @@ def collectives(entry: Entry) -> Lines:
     return with_source(table(header, rows), entry)
 
 
+def collectives_mpi(quantity: str) -> Callable[[Entry], Lines]:
+    """All-reduces of paceline, gloo and MPI libraries: wall or CPU times."""
+    return lambda entry: _collectives_mpi(entry, quantity)
+
+
+def _collectives_mpi(entry: Entry, quantity: str) -> Lines:
+    libraries = entry["mpi"]
+    ours = ("shared", "backend")
+
+    def cells(result: Entry) -> Sequence[str]:
+        case, spreads = result["case"], result["spreads"]
+        least = min(libraries, key=lambda name: spreads[name]["median"])
+        sides = (spread(result, side) for side in (*ours, "gloo", *libraries))
+        ratios = (figure(result, f"{least} / {side}") for side in ours)
+        return str(case["world"]), format_size(case["size"]), *sides, *ratios
+
+    header = ("ranks", "size", "shared memory", "backend", "gloo", *libraries.values())
+    results = [
+        result
+        for result in cases(entry, collective="all_reduce")
+        if result["case"].get("quantity", "wall") == quantity
+    ]
+    ratios = ("least of MPI / shared memory", "least of MPI / backend")
+    return with_source(table((*header, *ratios), map(cells, results)), entry)
+
+
 def ddp(entry: Entry) -> Lines:
     """What synchronisation adds to a step, and whole steps, of all models."""
     header = (
@@ -277,6 +303,30 @@ def ddp_steps(entry: Entry) -> Lines:
     return with_source(table(header, rows), entry)
 
 
+def ddp_adamw(entry: Entry) -> Lines:
+    """Whole steps with AdamW, by which rank steps which parameters."""
+    header = (
+        "step of", "module alone", "torch", "torch, ZeroRedundancyOptimizer", "paceline",
+        "paceline, ShardedOptimizer", "paceline, HostOptimizer", "HostOptimizer / module alone", "target",
+        "HostOptimizer / paceline", "target",
+    )  # fmt: skip
+    host = "paceline-HostOptimizer"
+    sides = (
+        "the module alone", "torch", "torch-ZeroRedundancyOptimizer", "paceline", "paceline-ShardedOptimizer",
+        host,
+    )  # fmt: skip
+    pairs = (f"{host} / the module alone", f"{host} / paceline")
+    rows = (
+        (
+            step["case"]["label"],
+            *(spread(step, side) for side in sides),
+            *(text for pair in pairs for text in (figure(step, pair), target(step, pair))),
+        )
+        for step in cases(entry, quantity="step")
+    )
+    return with_source(table(header, rows), entry)
+
+
 def _steps(entry: Entry, *, whole: str = "step", part: str = "added") -> Iterator[tuple[Entry, Entry]]:
     """Each model's step, and what synchronisation adds to it."""
     for step in cases(entry, quantity=whole):
@@ -303,6 +353,27 @@ def memory(entry: Entry) -> Lines:
             target(result, pair),
         )
         for result in cases(entry, quantity="memory")
+    )
+    return with_source(table(header, rows), entry)
+
+
+def memory_adamw(entry: Entry) -> Lines:
+    """The peak of all ranks' memory with AdamW."""
+    header = (
+        "peak memory of", "ranks", "torch", "torch, ZeroRedundancyOptimizer", "paceline",
+        "paceline, HostOptimizer", "HostOptimizer / torch", "target",
+    )  # fmt: skip
+    sides = ("torch", "torch-ZeroRedundancyOptimizer", "paceline", "paceline-HostOptimizer")
+    pair = "paceline-HostOptimizer / torch"
+    rows = (
+        (
+            result["case"]["label"],
+            str(result["case"]["world"]),
+            *(spread(result, side) for side in sides),
+            figure(result, pair),
+            target(result, pair),
+        )
+        for result in entry["results"]
     )
     return with_source(table(header, rows), entry)
 
@@ -429,8 +500,11 @@ def faults_summary(entry: Entry) -> Lines:
 # By the name of the table: the benchmark whose figures it has, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "collectives": ("collectives", collectives),
+    "collectives-mpi": ("collectives_mpi", collectives_mpi("wall")),
+    "collectives-mpi-cpu": ("collectives_mpi", collectives_mpi("cpu")),
     "data-parallel": ("data_parallel", every_result),
     "ddp": ("ddp", ddp),
+    "ddp-adamw": ("ddp_adamw", ddp_adamw),
     "ddp-busy-2": ("ddp_busy_2", ddp_steps),
     "ddp-c10d": ("ddp", ddp_c10d),
     "ddp-cpu": ("ddp", ddp_cpu),
@@ -452,6 +526,8 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "launchers": ("launchers", launchers),
     "lazy-buckets": ("lazy_buckets", lazy_buckets),
     "memory": ("ddp", memory),
+    "memory-adamw": ("memory", memory_adamw),
+    "memory-adamw-in-use": ("memory_in_use", memory_adamw),
     "ranks": ("ranks", every_result),
     "same-bits": ("same_bits", same_bits),
     "shards": ("shards", every_result),

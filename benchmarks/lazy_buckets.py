@@ -4,28 +4,25 @@ python benchmarks/lazy_buckets.py [--runs N] [--quick] [--json FILE] [--figures 
 
 The sides are torch's wrapper, torch's with gradient_as_bucket_view, and paceline's, each with buckets that
 are kept and with lazy ones. torch's lazy sides are left out if the installed torch does not know the option.
-Memory is measured as in benchmarks/peak_memory.py: the peak, and the most at the end of a forward, when all
-activations are there. But malloc gives back to the system at once what is freed, so that only memory in use
-counts.
+Memory in use is measured, as in paceline.tools.bench.held_memory, minus what was held before wrapping: the
+peak, and the most at the end of a forward, when all activations are there.
 """
 
 import argparse
-import ctypes
 import inspect
 import sys
 from collections.abc import Sequence
 
-from peak_memory import MEMORY_GRADIENTS, MEMORY_STEPS, held_memory, held_on_rank
 from targets import Row, add_output_options, report, save_figures
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.tools.bench.held_memory import MEMORY_GRADIENTS, MEMORY_STEPS, MemoryCase, held_memory
 from paceline.tools.bench.measure import Size, size
-from paceline.tools.bench.models import MODELS, BenchModel, Model, transformer
-from paceline.tools.bench.step_times import Side
+from paceline.tools.bench.models import MODELS, Model, transformer
+from paceline.tools.bench.sides import Side
 
 WORLD = 2
-# From mallopt(3): larger blocks are mapped by themselves, and unmapped when they are freed.
-M_MMAP_THRESHOLD, MMAP_BYTES = -3, 64 << 10
+TIMEOUT_SECONDS = 3600.0
 # One whose gradients need more memory than its activations, and one where it is the other way round.
 LAZY_MODELS = {
     "mlp": MODELS["mlp"],
@@ -40,10 +37,10 @@ def sides() -> list[Side]:
     return [*plain, *(side for side in lazy if known or side.wrapper != "torch")]
 
 
-def held_without_free_memory(rank: int, model: BenchModel, side: Side) -> list[int]:
-    """``held_on_rank``, without what malloc would keep for later."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-    return held_on_rank(rank, model, side)
+def held_since_wrapping(model: Model, side: Side) -> list[int]:
+    """What the ranks hold together at each point of the steps, minus what they held before wrapping."""
+    case = MemoryCase(model, side, in_use=True)
+    return held_memory(case, world=WORLD, timeout=TIMEOUT_SECONDS).since_wrapping
 
 
 def forward_points(model: Model, points: Sequence[int]) -> Sequence[int]:
@@ -63,7 +60,7 @@ def measure(runs: int, models: Sequence[str]) -> list[Row]:
         peak: dict[str, Size] = {}
         forward: dict[str, Size] = {}
         for side in sides():
-            held = [held_memory(model, side, held_without_free_memory, world=WORLD) for _ in range(runs)]
+            held = [held_since_wrapping(model, side) for _ in range(runs)]
             # The first step has no gradients or buckets from before.
             peak[str(side)] = size([max(points) for points in held])
             forward[str(side)] = size([max(forward_points(model, points)[1:]) for points in held])

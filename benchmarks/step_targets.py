@@ -8,7 +8,8 @@ from targets import Row
 
 from paceline.tools.bench.measure import Size, Timing, ratio, timing
 from paceline.tools.bench.models import MODELS, TINY_PARAMETERS
-from paceline.tools.bench.step_times import ALONE, FLOOR, STEP_SIDES, Side, StepTimes
+from paceline.tools.bench.sides import ALONE, FLOOR, HOST, PLAIN, STEP_SIDES, TORCH, Side
+from paceline.tools.bench.step_times import StepTimes
 
 WORLD = 2
 # paceline's step, divided by torch's: on two ranks, and with more ranks or busy cores.
@@ -19,6 +20,10 @@ ADDED_TARGETS = {"tiny-layers": 0.2, "parameters-5000": 0.25, "transformer": 0.3
 CPU_ADDED_TARGET = 0.4
 # What paceline adds to a step, divided by what the floor adds.
 FLOOR_TARGET = 1.3
+# The step of a HostOptimizer divided by that of the module alone, on two ranks, by model. Of others: its step
+# divided by that of paceline's wrapper with a plain optimizer.
+HOST_ALONE_TARGETS = {"mlp": 0.9}
+HOST_TARGET = 1.0
 # paceline's peak memory, divided by that of torch with views.
 MEMORY_TARGET = 1.0
 # What paceline adds per parameter, in microseconds.
@@ -30,30 +35,33 @@ WAITING = "waiting for the slower rank"
 
 @dataclass(frozen=True)
 class Conditions:
-    """How many ranks there are, and how many processes keep the cores busy."""
+    """How many ranks there are, how many processes keep the cores busy, and which optimizer steps."""
 
     world: int = WORLD
     busy: int = 0
+    optimizer: str = "sgd"
 
     def __str__(self) -> str:
         ranks = f"{self.world} ranks with one thread each"
-        return f"{ranks}, beside {self.busy} busy processes" if self.busy else ranks
+        busy = f", beside {self.busy} busy processes" if self.busy else ""
+        return f"{ranks}{busy}{'' if self.optimizer == 'sgd' else f', with {self.optimizer}'}"
 
     @property
     def are_crowded(self) -> bool:
         """Whether there are more ranks than usual, or busy cores."""
-        return self != Conditions()
+        return (self.world, self.busy) != (WORLD, 0)
 
     @property
     def figures_name(self) -> str:
         """The name under which figures are kept."""
+        optimizer = "" if self.optimizer == "sgd" else f"_{self.optimizer}"
         world = f"_world_{self.world}" if self.world != WORLD else ""
-        return f"ddp{world}{f'_busy_{self.busy}' if self.busy else ''}"
+        return f"ddp{optimizer}{world}{f'_busy_{self.busy}' if self.busy else ''}"
 
     def case(self, name: str, quantity: str) -> dict[str, str | int]:
         """What was measured, for programs."""
         about: dict[str, str | int] = {"quantity": quantity, "model": name, "label": MODELS[name].what}
-        return about | {"world": self.world, "busy": self.busy}
+        return about | {"world": self.world, "busy": self.busy, "optimizer": self.optimizer}
 
 
 def comparisons(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
@@ -105,6 +113,37 @@ def step_rows(name: str, times: StepTimes, sides: Sequence[Side], conditions: Co
             target=None if crowded else CPU_ADDED_TARGET,
         ),
     ]
+
+
+def optimizer_rows(name: str, times: StepTimes, sides: Sequence[Side], conditions: Conditions) -> list[Row]:
+    """Whole steps with AdamW and their CPU time, by who steps which parameters."""
+    measured = {"step": times.of, "cpu": times.cpu}
+    titles = {"step": "step", "cpu": "CPU time of a step"}
+    rows = []
+    for quantity, seconds in measured.items():
+        what = f"{titles[quantity]} of {MODELS[name].what} with AdamW"
+        timings = {side: timing(of) for side, of in seconds.items()}
+        for side, base in optimizer_comparisons(sides):
+            value, spread = ratio(seconds[str(side)], seconds[str(base)])
+            target = optimizer_target(name, side, base, conditions) if quantity == "step" else None
+            case = conditions.case(name, quantity)
+            rows.append(Row(what, timings, f"{side} / {base}", value, target, spread=spread, case=case))
+    return rows
+
+
+def optimizer_comparisons(sides: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """The HostOptimizer with all others, and these with torch's wrapper that has a plain optimizer."""
+    ours = [(HOST, base) for base in (*sides, ALONE) if base != HOST] if HOST in sides else []
+    others = [side for side in sides if side not in (HOST, TORCH)]
+    return ours + [(side, TORCH) for side in others if TORCH in sides]
+
+
+def optimizer_target(name: str, side: Side, base: Side, conditions: Conditions) -> float | None:
+    if side == HOST and base == ALONE and not conditions.are_crowded:
+        return HOST_ALONE_TARGETS.get(name)
+    if side == HOST and base == PLAIN and name not in HOST_ALONE_TARGETS:
+        return HOST_TARGET
+    return None
 
 
 def whole_rows(

@@ -5,8 +5,10 @@ import json
 import mmap
 import os
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from xml.etree import ElementTree
 
@@ -15,22 +17,28 @@ import collectives
 import ddp
 import hosts
 import lazy_buckets
-import peak_memory
+import memory
+import mpi_peers
+import mpi_rank
 import pytest
 import recorder
 import shards
 import step_targets
 import torch
 import torch.distributed as dist
-from figures import cases, load
+from figures import TABLES, cases, load
 from torch import nn
 
+from paceline.errors import BenchError
 from paceline.testing import RankPool, run_ranks, toy
 from paceline.testing.hosts import why_not
+from paceline.tools.bench import held_memory
 from paceline.tools.bench.collective_times import CollectiveCase, PreparedCall, check_results
+from paceline.tools.bench.held_memory import MemoryCase
 from paceline.tools.bench.measure import Size, timing
-from paceline.tools.bench.models import MODELS, Model
-from paceline.tools.bench.step_times import STEP_SIDES, Repeats, Side, StepResult, StepTimes
+from paceline.tools.bench.models import ADAMW, MODELS, Model
+from paceline.tools.bench.sides import HOST, OPTIMIZER_SIDES, PLAIN, STEP_SIDES, TORCH, Side
+from paceline.tools.bench.step_times import Repeats, StepResult, StepTimes
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHARED_BYTES = 32 * 2**20
@@ -91,6 +99,95 @@ def test_collectives_are_timed_on_each_side_and_plotted(
     [result] = cases(entry, collective="all_reduce", world=2, size=4096)
     assert set(result["spreads"]) == {"gloo", "shared", "memcpy"}
     assert set(result["figures"]) == {"gloo / shared", "shared / memcpy"}
+
+
+@pytest.mark.parametrize("name", mpi_peers.MPI_LIBRARIES)
+def test_mpi_is_timed_beside_ours_in_wall_and_cpu_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (library := mpi_peers.MPI_LIBRARIES[name]).is_installed:
+        pytest.skip(f"not installed: {name} ({library.how_to_install})")
+    options = ["--mpi", name, "--worlds", "2", "--sizes", "4KB", "--sides", "gloo", "shared"]
+    figures = tmp_path / "figures.json"
+    rows = quick_rows(collectives, monkeypatch, tmp_path / "rows.json", *options, "--figures", str(figures))
+    for what in ("all_reduce of 4 KB, 2 ranks", "CPU time of all_reduce of 4 KB, 2 ranks"):
+        assert set(rows[what, f"{name} / shared"]["timings"]) == {"gloo", "shared", name}
+        assert rows[what, f"{name} / shared"]["target"] is None
+    entry = load(figures)["collectives_mpi"]
+    assert library.title in entry["mpi"][name]
+    for table in ("collectives-mpi", "collectives-mpi-cpu"):
+        header, _, row, *_ = TABLES[table][1](entry)
+        assert entry["mpi"][name] in header
+        assert row.startswith("| 2 | 4 KB | ")
+
+
+def test_an_mpi_that_is_not_installed_is_left_out_and_said_how_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpi_peers, "FOLDER", tmp_path)
+    assert mpi_peers.installed(["mpich"]) == []
+    expected = "left out: mpich (install it with `python benchmarks/mpi_peers.py mpich`)\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_every_mpi_has_a_group_of_pinned_packages() -> None:
+    groups = tomllib.loads((mpi_peers.ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    pins = (mpi_peers.ROOT / "constraints.txt").read_text().splitlines()
+    assert set(groups) == set(mpi_peers.MPI_LIBRARIES)
+    assert {package for group in groups.values() for package in group} <= {
+        line.partition("==")[0] for line in pins
+    }
+
+
+class ScriptedPeer:
+    """An MPI library that says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def prepare(self, case: CollectiveCase) -> None:
+        self.asked.append(f"prepare {case.size}")
+
+    def turn(self, calls: int) -> list[mpi_rank.RankTurn]:
+        self.asked.append(f"turn of {calls}")
+        number = len(self.asked)
+        return [mpi_rank.RankTurn(number, 2.0), mpi_rank.RankTurn(0.5, 0.25)]
+
+    def check(self) -> None:
+        self.asked.append("check")
+
+
+def test_a_turn_takes_as_long_as_its_slowest_rank_and_the_cpu_time_of_all(pool: RankPool) -> None:
+    peer: Any = ScriptedPeer()
+    case = CollectiveCase("all_reduce", 2, 4096)
+    sides = ["gloo", "shared", "memcpy"]
+    times = mpi_peers.time_beside_mpi(pool, {"mpich": peer}, case, sides, rounds=3, calls=2)
+    assert peer.asked == ["prepare 4096", *["turn of 2"] * 4, "check"]
+    assert times.seconds["mpich"] == [3, 4, 5]  # the first turn warms up
+    assert times.cpu["mpich"] == [2.25] * 3
+    assert {side: len(values) for side, values in times.cpu.items()} == dict.fromkeys([*sides, "mpich"], 3)
+
+
+def test_an_mpi_whose_ranks_do_not_start_says_what_they_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi_peers, "FOLDER", tmp_path)
+    library = mpi_peers.MPI_LIBRARIES["mpich"]
+    library.mpiexec.parent.mkdir(parents=True)
+    library.mpiexec.write_text("#!/bin/sh\necho no such fabric\nexit 3\n")
+    library.mpiexec.chmod(0o755)
+    with pytest.raises(BenchError, match=r"did not start \(side: mpich\).*\nno such fabric"):
+        mpi_peers.MpiRanks(library, 2)
+
+
+@pytest.mark.parametrize(("added", "is_right"), [(0, True), (1, False)])
+def test_a_wrong_sum_of_mpi_is_noticed(added: int, is_right: bool) -> None:
+    alone = SimpleNamespace(
+        rank=0, size=1, Barrier=lambda: None, Allreduce=lambda _, data: data.__iadd__(added)
+    )
+    rank = mpi_rank.MpiRank(SimpleNamespace(IN_PLACE=None, COMM_WORLD=alone))
+    assert rank.answer(mpi_rank.Prepare(1024)) is is_right
+    assert rank.answer(mpi_rank.Check()) is is_right
 
 
 def test_a_wrong_result_is_noticed() -> None:
@@ -260,6 +357,46 @@ def test_what_paceline_adds_is_judged_by_what_the_floor_adds(floor_step: float, 
     assert judged == [("paceline / floor", met), ("paceline-c10d / floor", None)]
 
 
+def test_steps_with_adamw_are_timed_with_each_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--optimizer", "adamw", "--models", "tiny-layers", "--figures", str(figures)]
+    rows = quick_rows(ddp, monkeypatch, tmp_path / "rows.json", *options)
+    what = "step of 200 tiny layers with AdamW"
+    assert {each for each, _ in rows} == {what, "CPU time of a step of 200 tiny layers with AdamW"}
+    assert set(rows[what, f"{HOST} / {PLAIN}"]["timings"]) == {"the module alone", *OPTIMIZER_SIDES}
+    targets = {key: row["target"] for key, row in rows.items() if row["target"] is not None}
+    assert targets == {(what, f"{HOST} / {PLAIN}"): 1.0}
+    [row] = [*figures_table("ddp-adamw", figures)][2:3]
+    assert row.startswith("| 200 tiny layers | ")
+
+
+def figures_table(name: str, path: Path) -> list[str]:
+    """A table of the docs, made from figures."""
+    benchmark, render = TABLES[name]
+    return [*render(load(path)[benchmark])]
+
+
+@pytest.mark.parametrize(("host_step", "met"), [(0.9, True), (0.95, False)])
+@pytest.mark.parametrize(("model", "base"), [("mlp", "the module alone"), ("conv", "paceline")])
+def test_a_host_optimizer_is_judged_by_the_module_alone_or_by_the_plain_optimizer(
+    model: str, base: str, host_step: float, met: bool
+) -> None:
+    times = constant({"the module alone": 1.0, "paceline": 0.93, str(HOST): host_step})
+    rows = step_targets.optimizer_rows(model, times, [PLAIN, HOST], step_targets.Conditions())
+    judged = {row.figure: row.met for row in rows if row.met is not None}
+    assert judged == {f"{HOST} / {base}": met}
+
+
+@pytest.mark.parametrize("options", [["--parts", "memory"], ["--sides", "floor"]], ids=" ".join)
+def test_with_adamw_there_are_other_sides_and_one_part(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        quick_rows(ddp, monkeypatch, tmp_path / "rows.json", "--optimizer", "adamw", *options)
+
+
 def test_the_recorder_is_timed_beside_one_that_does_nothing_and_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,9 +430,9 @@ def test_memory_that_ranks_share_counts_once(pool: RankPool) -> None:
 
 def held_more(_: int) -> tuple[int, int]:
     """What a rank holds more by memory of its own, and then by memory that all ranks have mapped."""
-    before = peak_memory.held_bytes()
+    before = held_memory.held_bytes()
     own = torch.ones(SHARED_BYTES, dtype=torch.uint8)
-    with_own = peak_memory.held_bytes()
+    with_own = held_memory.held_bytes()
     file = os.memfd_create("shared")
     os.truncate(file, SHARED_BYTES)
     path = [f"/proc/{os.getpid()}/fd/{file}"]
@@ -303,7 +440,7 @@ def held_more(_: int) -> tuple[int, int]:
     with Path(path[0]).open("r+b") as opened, mmap.mmap(opened.fileno(), SHARED_BYTES) as shared:
         shared.write(own.numpy().data)
         dist.barrier()
-        with_shared = peak_memory.held_bytes()
+        with_shared = held_memory.held_bytes()
         dist.barrier()
     os.close(file)
     return with_own - before, with_shared - with_own
@@ -311,32 +448,48 @@ def held_more(_: int) -> tuple[int, int]:
 
 def test_a_peak_holds_gradients_and_buckets_of_all_ranks() -> None:
     gradients = 2 * sum(p.numel() * 4 for p in MODELS["tiny-layers"].build().parameters())
-    assert max(peak_memory.held_memory(MODELS["tiny-layers"], STEP_SIDES["torch"], world=2)) > 2 * gradients
+    case = MemoryCase(MODELS["tiny-layers"], STEP_SIDES["torch"])
+    held = held_memory.held_memory(case, world=2, timeout=60.0)
+    assert max(held.since_wrapping) > 2 * gradients
+    parameters = gradients
+    assert max(held.since_module) > max(held.since_wrapping) + 0.8 * parameters
+
+
+def test_a_host_optimizer_holds_parameters_and_state_once() -> None:
+    model = Model("one layer", one_layer, (1, 4096), 1)
+    parameters = sum(parameter.nbytes for parameter in one_layer().parameters())
+    sides = [MemoryCase(model, side, ADAMW, in_use=True) for side in (PLAIN, HOST)]
+    held = [held_memory.held_memory(case, world=2, timeout=60.0).since_module for case in sides]
+    # After the last step: parameters, gradients, and two averages of these.
+    plain, host = (points[-1] / parameters for points in held)
+    assert plain == pytest.approx(2 * (1 + 1 + 2), abs=1.0)
+    assert host == pytest.approx(1 + 2 * 1 + 2, abs=1.0)
+
+
+def one_layer() -> nn.Module:
+    return nn.Linear(4096, 2048)
 
 
 def test_lazy_buckets_hold_no_gradients_at_the_end_of_forward() -> None:
     model = MODELS["tiny-layers"]
     gradients = 2 * sum(p.numel() * 4 for p in model.build().parameters())
-    points = peak_memory.held_memory(
-        model, Side("paceline", lazy=True), lazy_buckets.held_without_free_memory, world=2
-    )
+    points = lazy_buckets.held_since_wrapping(model, Side("paceline", lazy=True))
     after_forward = lazy_buckets.forward_points(model, points)
-    assert len(after_forward) == peak_memory.MEMORY_STEPS
+    assert len(after_forward) == held_memory.MEMORY_STEPS
     assert max(points) - max(after_forward) > 0.8 * gradients
 
 
 def test_lazy_buckets_are_compared_with_kept_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def held(model: Any, side: Side, _: object, *, world: int) -> list[int]:
-        assert world == 2
-        points = peak_memory.MEMORY_STEPS * (
-            3 + len(range(0, count, -(-count // peak_memory.MEMORY_GRADIENTS)))
+    def held(model: Any, side: Side) -> list[int]:
+        points = held_memory.MEMORY_STEPS * (
+            3 + len(range(0, count, -(-count // held_memory.MEMORY_GRADIENTS)))
         )
         count_of_side = 2 if side.lazy else 8
         assert model is lazy_buckets.LAZY_MODELS["mlp"]
         return [count_of_side] * points
 
     count = len(list(MODELS["mlp"].build().parameters()))
-    monkeypatch.setattr(lazy_buckets, "held_memory", held)
+    monkeypatch.setattr(lazy_buckets, "held_since_wrapping", held)
     rows = quick_rows(lazy_buckets, monkeypatch, tmp_path / "rows.json", "--models", "mlp")
     for part in ("peak", "end of forward"):
         assert rows[f"46M MLP, {part}", "paceline-lazy / paceline"]["value"] == 0.25
@@ -350,6 +503,39 @@ def test_memory_is_judged_by_that_of_torch_with_views() -> None:
         ("paceline / torch", 0.75, None),
         ("paceline / torch-views", 1.5, False),
     ]
+
+
+def test_memory_with_adamw_is_judged_by_that_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {
+        "torch": 900,
+        "torch-ZeroRedundancyOptimizer": 700,
+        "paceline": 800,
+        "paceline-HostOptimizer": 400,
+    }
+    monkeypatch.setattr(memory, "peak", lambda case, _: held[str(case.side)])
+    figures = tmp_path / "figures.json"
+    options = ["--models", "mlp", "--figures", str(figures)]
+    rows = quick_rows(memory, monkeypatch, tmp_path / "rows.json", *options)
+    judged = {what: row["met"] for (what, figure), row in rows.items() if figure == f"{HOST} / {TORCH}"}
+    assert judged == {
+        "peak memory of 46M MLP, 2 ranks": None,
+        "peak memory of 46M MLP, 4 ranks": True,
+        "peak memory of 46M MLP, 8 ranks": False,
+    }
+    [row] = [*figures_table("memory-adamw", figures)][2:3]
+    assert row == (
+        "| 46M MLP | 2 | 0.00 MB (0.00 to 0.00) | 0.00 MB (0.00 to 0.00) | 0.00 MB (0.00 to 0.00) "
+        "| 0.00 MB (0.00 to 0.00) | 0.44 |  |"
+    )
+
+
+def test_memory_with_adamw_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--models", "tiny-layers", "--worlds", "2"]
+    rows = quick_rows(memory, monkeypatch, tmp_path / "rows.json", *options)
+    assert [figure for _, figure in rows] == [f"{HOST} / {side}" for side in memory.SIDES if side != HOST]
+    assert all(row["value"] > 0 for row in rows.values())
 
 
 def measure_on_toy(rank: int, path: Path) -> None:

@@ -17,11 +17,13 @@ from paceline.tools.bench import command as command
 from paceline.tools.bench import results
 from paceline.tools.bench.measure import format_seconds, timing
 from paceline.tools.bench.models import Model
-from paceline.tools.bench.step_times import ALONE, Repeats, StepResult, StepTimes, TimeBudget
+from paceline.tools.bench.sides import ALONE, HOST, PLAIN, SHARDED
+from paceline.tools.bench.step_times import Repeats, StepResult, StepTimes, TimeBudget
 from paceline.tools.main import main
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIDES = [str(ALONE), *map(str, command.COMPARED_SIDES)]
+OPTIMIZERS = [str(ALONE), *map(str, command.CHOICE_SIDES)]
 MODELS = """
 import os, signal, time
 import torch
@@ -61,6 +63,20 @@ class Later(Net):
         self.calls += 1
         return self.used(x) + (self.spare(x) if self.calls < 5 else 0)
 
+class Clamped(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.used.weight.clamp_(-1, 1)
+        return self.used(x)
+
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, x):
+        return self.used(self.table(x))
+
 class Picky(Net):
     def forward(self, x):
         if dist.get_rank() == 1:
@@ -75,6 +91,8 @@ def reentrant(): return Reentrant(), x()
 def moody(): return Moody(), x()
 def later(): return Later(), x()
 def picky(): return Picky(), x()
+def clamped(): return Clamped(), x()
+def sparse(): return Sparse(), torch.arange(4)
 def module_only(): return Net()
 def talks(): return print("being made") or tensor()
 def listed(): return Net(), [x()]
@@ -150,14 +168,47 @@ def test_our_models_are_measured_shown_plotted_and_written(
 @pytest.mark.usefixtures("here")
 def test_own_models_are_measured_whatever_their_inputs(model: str, unused: int) -> None:
     shown, written = measured("--model", model)
-    assert [row["side"] for row in written["rows"]] == SIDES
+    assert sides_of(written, "step") == SIDES
+    assert sides_of(written, "adamw_step") == OPTIMIZERS
     assert {row["what"] for row in written["rows"]} == {model}
+    [choice] = written["choices"]
+    assert choice["what"] == model
+    assert choice["side"] in OPTIMIZERS
+    for words in (f"step of {model} with AdamW", *OPTIMIZERS, "take "):
+        assert words in shown
+    for row in written["rows"]:
+        has_memory = row["kind"] == "adamw_step" and row["side"] != str(ALONE)
+        assert (row["memory"] is not None) is has_memory
     # Dropout and all: what is random is the same on all sides.
     assert [warning for warning in written["warnings"] if warning["what"]] == []
     flagged = [note["note"] for note in written["notes"] if "find_unused_parameters=True" in note["note"]]
     assert len(flagged) == bool(unused)
     assert all(f"{unused} of 4 parameters" in note for note in flagged)
     assert ("find_unused_parameters=True" in shown) is bool(unused)
+
+
+def sides_of(written: dict[str, Any], kind: str) -> list[str]:
+    return [row["side"] for row in written["rows"] if row["kind"] == kind]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_optimizer_that_refuses_the_model_is_left_out_with_its_words() -> None:
+    shown, written = measured("--model", "own_models:clamped")
+    assert sides_of(written, "adamw_step") == [str(ALONE), str(PLAIN), str(SHARDED)]
+    [words] = [note["note"] for note in written["notes"] if "left out" in note["note"]]
+    assert words.startswith(f"{HOST} was left out: a parameter that all ranks of the host share was written")
+    assert f"{HOST} was left out" in shown
+    assert written["choices"][0]["side"] in (str(PLAIN), str(SHARDED))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_cannot_have_adamw_is_still_measured_with_sgd() -> None:
+    shown, written = measured("--model", "own_models:sparse")
+    assert sides_of(written, "step") == SIDES
+    assert sides_of(written, "adamw_step") == written["choices"] == []
+    words = "steps with AdamW were left out: Adam does not support sparse gradients"
+    assert words in " ".join(shown.split())
+    assert [each["warning"] for each in written["warnings"] if each["warning"].startswith(words)]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +221,12 @@ def test_own_models_are_measured_whatever_their_inputs(model: str, unused: int) 
 @pytest.mark.usefixtures("here")
 def test_gradients_that_differ_are_reported(model: str, words: str) -> None:
     shown, written = measured("--model", f"own_models:{model}")
-    [warning] = [each["warning"] for each in written["warnings"] if each["what"]]
-    assert words in warning
-    assert "; paceline" not in warning
-    assert warning.split()[0] in shown
+    warnings = [each["warning"] for each in written["warnings"] if each["what"]]
+    assert words in warnings[0]
+    # With AdamW there is no torch, and a model that is not the same twice is not the same there either.
+    assert len(warnings) == (2 if model == "moody" else 1)
+    assert not any("; paceline" in warning for warning in warnings)
+    assert warnings[0].split()[0] in shown
 
 
 @pytest.mark.parametrize(
@@ -185,7 +238,7 @@ def test_gradients_that_differ_are_reported(model: str, words: str) -> None:
         (
             ["--model", "own_models:missing"],
             2,
-            "functions there: checkpoint, elsewhere, frozen, huge, interrupting,",
+            "functions there: checkpoint, clamped, elsewhere, frozen, huge, interrupting,",
         ),
         (
             ["--model", "own_models:module_only"],

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,16 +23,21 @@ from paceline.tools.bench.collective_times import (
     ranks_share_memory,
     time_case,
 )
-from paceline.tools.bench.measure import machine
-from paceline.tools.bench.models import MODELS, BenchModel
+from paceline.tools.bench.held_memory import MemoryCase, held_memory
+from paceline.tools.bench.measure import Size, machine, size
+from paceline.tools.bench.models import ADAMW, MODELS, BenchModel
 from paceline.tools.bench.plots import check_plot_file, save_plot
-from paceline.tools.bench.step_times import Side, StepResult, TimeBudget, time_steps
+from paceline.tools.bench.sides import HOST, PLAIN, SHARDED, TORCH, Side
+from paceline.tools.bench.step_times import StepResult, TimeBudget, time_steps
 from paceline.tools.bench.user_model import UserModel
 from paceline.tools.run import agent
 from paceline.tools.run.failures import means_lost_rank
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-COMPARED_SIDES = (Side("torch"), Side("torch", "backend"), Side("paceline"))
+COMPARED_SIDES = (TORCH, Side("torch", "backend"), PLAIN)
+# With AdamW, of the user's model.
+CHOICE_SIDES = (PLAIN, SHARDED, HOST)
+MEMORY_RUNS, QUICK_MEMORY_RUNS = 3, 2
 NAMES = ("tiny-layers", "transformer", "conv", "mlp")
 QUICK_NAMES = ("tiny-layers", "conv")
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB)
@@ -154,6 +159,10 @@ def bench(
     of positional arguments or a dict of keyword arguments. The loss is a function of the output; without one
     it is the output if that is one number, its .loss or ["loss"], or else the mean square of its tensors.
 
+    After these steps, which have SGD, steps of your model with AdamW are measured under paceline: with a
+    plain optimizer, a ShardedOptimizer and a HostOptimizer, with the memory of all ranks together. The last
+    line says which to take: the fastest step, and of those within 5 % of it the one with the least memory.
+
     The gradients of all sides are compared, and the table warns if they differ. Exit codes: 0 measured,
     1 failed, 2 wrong usage.
     """
@@ -189,6 +198,10 @@ def _measure(options: BenchOptions, measured: Measurements) -> Iterator[Sequence
     """Yield the groups of each table as soon as they are measured."""
     if options.model is not None:
         yield [_measure_steps(options.model, options, measured)]
+        try:
+            yield [_measure_optimizers(options.model, options, measured)]
+        except RanksError as error:
+            measured.warnings.append(f"steps with {ADAMW} were left out: {_first_line(_root_cause(error))}")
         return
     yield list(_measure_all_reduces(options, measured))
     for name in QUICK_NAMES if options.quick else NAMES:
@@ -229,6 +242,36 @@ def _measure_steps(model: BenchModel, options: BenchOptions, measured: Measureme
     return measured.groups[-1]
 
 
+def _measure_optimizers(
+    model: BenchModel, options: BenchOptions, measured: Measurements
+) -> results.ResultGroup:
+    _say(f"timing steps of {model.what} with {ADAMW}")
+    result = time_steps(
+        model,
+        CHOICE_SIDES,
+        QUICK_BUDGET if options.quick else BUDGET,
+        world=options.ranks,
+        threads=options.threads,
+        timeout=options.timeout,
+        kind=ADAMW,
+    )
+    taken = [side for side in CHOICE_SIDES if str(side) not in result.refused]
+    memory = {side: _peak_memory(model, side, options) for side in taken}
+    measured.steps.append(replace(result, what=f"{result.what} with {ADAMW}"))
+    measured.groups.append(results.optimizer_results(result, memory))
+    return measured.groups[-1]
+
+
+def _peak_memory(model: BenchModel, side: Side, options: BenchOptions) -> Size:
+    """The most that all ranks hold together after a part of a step, in several runs."""
+    _say(f"memory of {model.what} under {side}")
+    # The ranks of a user's model may compute other gradients, in another order.
+    case = MemoryCase(model, side, ADAMW, gradients=0)
+    runs = QUICK_MEMORY_RUNS if options.quick else MEMORY_RUNS
+    held = [held_memory(case, world=options.ranks, timeout=options.timeout) for _ in range(runs)]
+    return size([max(each.since_module) for each in held])
+
+
 def _heading(options: BenchOptions) -> str:
     threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
     ranks = f"{options.ranks} ranks with {threads} each"
@@ -236,11 +279,15 @@ def _heading(options: BenchOptions) -> str:
 
 
 def _show(groups: Sequence[results.ResultGroup], console: Console) -> None:
-    if groups[0].kind == "step":
-        for group in groups:
-            results.show_steps(group, console)
-    else:
-        results.show_collectives(groups, console)
+    match groups[0].kind:
+        case "step":
+            for group in groups:
+                results.show_steps(group, console)
+        case results.OPTIMIZER_KIND:
+            for group in groups:
+                results.show_optimizers(group, console)
+        case _:
+            results.show_collectives(groups, console)
 
 
 def _write(options: BenchOptions, measured: Measurements, plot: Path | None, written: Path | None) -> None:
@@ -278,6 +325,10 @@ def _fail(error: RanksError) -> NoReturn:
 def _root_cause(error: RanksError) -> Exception:
     """The first of the ranks' errors that is not about the loss of another rank, if there is one."""
     return min(error.exceptions, key=_is_secondary)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_secondary(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""Whether all sides do the same work: compares their gradients."""
+"""Whether all sides do the same work: compares their gradients, and whether they step all parameters."""
 
 import itertools
 import math
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.tools.bench.models import Training
+from paceline.optim.host_optimizer import HostOptimizer
+from paceline.tensors.part_parameter import part_of
+from paceline.tools.bench.models import Training, TrainingStep
 
 TOLERANCE = 1e-3
 # For a coarse dtype the tolerance is this many units of its last digit.
@@ -17,44 +19,56 @@ DIGITS = 4
 # A gradient whose norm is a smaller share of the whole model's consists of rounding errors, for example that
 # of a bias before a batch norm. It is compared by this share of the model's norm.
 LEAST_SHARE = 1e-3
+# A step with this learning rate must change what plain SGD would change with the lower rate.
+RATE, LOWER_RATE = 1.0, 0.1
 
 Gradients = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a gradient is from the expected one, in shares of its norm; wrong if ``excess`` is above 1."""
+    """How far a gradient or a step is from the expected one; wrong if ``excess`` is above 1.
+
+    ``share`` is in shares of what ``of`` names.
+    """
 
     side: str
     parameter: str
     share: float
     excess: float
+    of: str
 
     def __str__(self) -> str:
-        return f"(parameter: {self.parameter}, by: {self.share:.2g} of its norm)"
+        return f"(parameter: {self.parameter}, by: {self.share:.2g} of its {self.of})"
 
 
-def compare_gradients(rank: int, alone: Training, sides: Mapping[str, Training]) -> str | None:
+def compare_gradients(rank: int, alone: Training, sides: Mapping[str, TrainingStep]) -> str | None:
     """Compare each side's gradients with the average over ranks of what the module alone computes.
 
-    Returns a warning, the same on all ranks, or None if they agree.
+    If they agree, each side takes a step, after which the parameters are of no use: every element has to
+    change, except for those that have no gradient to speak of.
+
+    Returns a warning, the same on all ranks, or None if all is well.
     """
     alone.backward(rank)
     own = {name: None if grad is None else grad.clone() for name, grad in _gradients(alone.module).items()}
     alone.backward(rank)
-    if (found := _worst(_deviations("itself", own, alone.module))) is not None:
+    if (found := _worst(_deviations("itself", own, _gradients(alone.module)))) is not None:
         why = (
             "gradients differ with the same seeds"
             if math.isfinite(found.share)
             else "gradients are not finite"
         )
         return f"the sides cannot be compared: {why} {found}"
-    for training in sides.values():
-        training.backward(rank)
+    for step in sides.values():
+        step.training.backward(rank)
     expected = _averages(own, alone.module)
-    worst = [_worst(_deviations(side, expected, training.module)) for side, training in sides.items()]
+    worst = [_worst(_deviations(side, expected, _averaged(step))) for side, step in sides.items()]
+    if wrong := [f"{found.side} {found}" for found in worst if found is not None]:
+        return f"gradients are not the average over ranks under: {'; '.join(wrong)}"
+    worst = [_worst(_unchanged(side, expected, step)) for side, step in sides.items()]
     wrong = [f"{found.side} {found}" for found in worst if found is not None]
-    return f"gradients are not the average over ranks under: {'; '.join(wrong)}" if wrong else None
+    return f"a step does not change all of the parameters under: {'; '.join(wrong)}" if wrong else None
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -66,34 +80,75 @@ def _gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name.removeprefix("module."): parameter.grad for name, parameter in _trained(module)}
 
 
+def _averaged(step: TrainingStep) -> Gradients:
+    """A side's averages; if each rank has parts of them, the sum of all ranks' parts."""
+    if isinstance(step.optimizer, HostOptimizer):
+        return _sums(_own_parts(step.optimizer, step.training.module))
+    return _gradients(step.training.module)
+
+
+def _own_parts(optimizer: HostOptimizer, module: nn.Module) -> dict[str, Tensor]:
+    """Each parameter's gradient as far as this rank has it, and zeros elsewhere.
+
+    A part belongs to the parameter in whose memory it is, whatever the optimizer says.
+    """
+    parts = [part for group in optimizer.param_groups for part in group["params"] if part.numel()]
+    own: dict[str, Tensor] = {}
+    unplaced = sorted(parts, key=Tensor.data_ptr, reverse=True)
+    for name, parameter in sorted(_trained(module), key=lambda each: each[1].data_ptr()):
+        whole = own[name.removeprefix("module.")] = torch.zeros_like(parameter.detach())
+        end = parameter.data_ptr() + parameter.nbytes
+        while unplaced and unplaced[-1].data_ptr() < end:
+            part = unplaced.pop()
+            start = (part.data_ptr() - parameter.data_ptr()) // part.itemsize
+            if part.grad is not None:
+                part_of(whole, start, part).add_(part.grad)
+    return own
+
+
 def _averages(own: Gradients, module: nn.Module) -> dict[str, Tensor]:
-    """The means over ranks, by one collective per data type; a missing gradient counts as zeros."""
-    averages: dict[str, Tensor] = {}
-    trained = sorted(_trained(module), key=lambda each: str(each[1].dtype))
-    for _, group in itertools.groupby(trained, key=lambda each: each[1].dtype):
-        names, parameters = zip(*group, strict=True)
-        grads = [own[name] for name in names]
-        dense = [
-            torch.zeros_like(parameter) if grad is None else _dense(grad)
-            for grad, parameter in zip(grads, parameters, strict=True)
-        ]
-        total = torch.cat([each.reshape(-1) for each in dense])
+    """The means over ranks; a missing gradient counts as zeros."""
+    dense = {
+        name: torch.zeros_like(parameter) if (grad := own[name]) is None else _dense(grad)
+        for name, parameter in _trained(module)
+    }
+    return {name: total / dist.get_world_size() for name, total in _sums(dense).items()}
+
+
+def _sums(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums over ranks, by one collective per data type."""
+    sums: dict[str, Tensor] = {}
+    ordered = sorted(own, key=lambda name: str(own[name].dtype))
+    for _, group in itertools.groupby(ordered, key=lambda name: own[name].dtype):
+        names = [*group]
+        total = torch.cat([own[name].reshape(-1) for name in names])
         dist.all_reduce(total)
-        parts = (total / dist.get_world_size()).split([each.numel() for each in dense])
-        averages |= {
-            name: part.view_as(parameter)
-            for name, part, parameter in zip(names, parts, parameters, strict=True)
-        }
-    return averages
+        parts = total.split([own[name].numel() for name in names])
+        sums |= {name: part.view(own[name].shape) for name, part in zip(names, parts, strict=True)}
+    return sums
 
 
-def _deviations(side: str, expected: Gradients, module: nn.Module) -> Iterator[Deviation]:
+def _deviations(side: str, expected: Gradients, computed: Gradients) -> Iterator[Deviation]:
     norms = {name: _norm(grad) for name, grad in expected.items()}
     least = LEAST_SHARE * math.hypot(*norms.values())
-    for name, grad in _gradients(module).items():
+    for name, grad in computed.items():
         share = _norm(_difference(grad, expected[name])) / (max(norms[name], least) or 1.0)
         excess = share / max(TOLERANCE, DIGITS * _last_digit(expected[name]))
-        yield Deviation(side, name, share, excess if math.isfinite(excess) else math.inf)
+        yield Deviation(side, name, share, excess if math.isfinite(excess) else math.inf, "norm")
+
+
+def _unchanged(side: str, expected: Mapping[str, Tensor], step: TrainingStep) -> Iterator[Deviation]:
+    """Take a step of the gradients that are there, and say of which elements it changes too few."""
+    trained = _trained(step.training.module)
+    before = [parameter.detach().clone() for _, parameter in trained]
+    for group in step.optimizer.param_groups:
+        group["lr"] = RATE
+    step.optimizer.step()
+    for (wrapped_name, parameter), old in zip(trained, before, strict=True):
+        name = wrapped_name.removeprefix("module.")
+        due = old - LOWER_RATE * expected[name] != old
+        share = (due & (parameter == old)).sum().item() / max(1, due.sum().item())
+        yield Deviation(side, name, share, share / TOLERANCE, "elements")
 
 
 def _worst(deviations: Iterable[Deviation]) -> Deviation | None:

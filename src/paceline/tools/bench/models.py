@@ -4,12 +4,13 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import OptionError
 from paceline.tensors.tree import leaves
@@ -18,17 +19,47 @@ from paceline.tensors.tree import leaves
 # of steps, and the sides' gradients can be compared after them.
 LEARNING_RATE = 0.0
 
-Step = Callable[[], None]
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that steps are measured with.
+
+    Attributes:
+        optimizer_class: the class.
+        options: its arguments after the parameters.
+        state_copies: how many times the size of the parameters its state has.
+    """
+
+    optimizer_class: type[Optimizer]
+    options: Mapping[str, Any]
+    state_copies: int
+
+    def __str__(self) -> str:
+        return self.optimizer_class.__name__
+
+    def make(self, module: nn.Module) -> Optimizer:
+        """The plain optimizer of all parameters of a module."""
+        return self.optimizer_class(module.parameters(), **self.options)
+
+
+SGD = OptimizerKind(torch.optim.SGD, {"lr": LEARNING_RATE, "foreach": True}, 0)
+# With torch's default implementation.
+ADAMW = OptimizerKind(torch.optim.AdamW, {"lr": LEARNING_RATE}, 2)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A module on one rank, its arguments, and the function that turns its output into a loss."""
+    """A module on one rank, its arguments, the function that turns its output into a loss, its optimizer.
+
+    Attributes:
+        make_optimizer: makes the optimizer of a step, from the module.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], Any]
+    make_optimizer: Callable[[nn.Module], Optimizer] = field(default=SGD.make)
 
     def forward(self) -> Tensor:
         """Call the module, and return the loss of its output."""
@@ -46,20 +77,32 @@ class Training:
         self.module.zero_grad(set_to_none=True)
         self.forward().backward()
 
-    def step(self, after_part: Callable[[], None] = lambda: None) -> Step:
-        """zero_grad, forward, backward, plain SGD; ``after_part`` is called after each of the last three."""
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE, foreach=True)
+    def step(self, after_part: Callable[[], None] = lambda: None) -> "TrainingStep":
+        """Make the optimizer; a call of the result is a step.
 
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            loss = self.forward()
-            after_part()
-            loss.backward()
-            after_part()
-            optimizer.step()
-            after_part()
+        Args:
+            after_part: called after forward, after backward, and after the optimizer's step.
+        """
+        return TrainingStep(self, self.make_optimizer(self.module), after_part)
 
-        return step
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A training with its optimizer: zero_grad, forward, backward and the optimizer's step."""
+
+    training: Training
+    optimizer: Optimizer
+    after_part: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Take a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.training.forward()
+        self.after_part()
+        loss.backward()
+        self.after_part()
+        self.optimizer.step()
+        self.after_part()
 
 
 class BenchModel(Protocol):

@@ -14,7 +14,8 @@ from paceline.tools.bench.collective_times import (
     format_size,
 )
 from paceline.tools.bench.measure import Timing, format_seconds, time_unit, timing
-from paceline.tools.bench.step_times import ALONE, Side, StepResult
+from paceline.tools.bench.sides import ALONE, OPTIMIZER_SIDES, Side
+from paceline.tools.bench.step_times import StepResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 # The same colour for torch on gloo, torch on our backend, paceline, and neither of them.
 COLOURS = ("#b04a12", "#1f66b5", "#12805c", "#6d6d6d")
 MARKERS = ("o", "s", "D", "x")
-STEP_COLOURS = dict(
+STEP_COLOURS = dict.fromkeys(OPTIMIZER_SIDES, COLOURS[2]) | dict(
     zip(map(str, (Side("torch"), Side("torch", "backend"), Side("paceline"), ALONE)), COLOURS, strict=True)
 )
 # Inches: a panel of bars and a panel of lines, and what is above and below all panels.

@@ -13,6 +13,7 @@ from rich.table import Table
 import paceline
 from paceline.tools.bench.collective_times import CollectiveCase, SecondsBySide, format_size
 from paceline.tools.bench.measure import (
+    Size,
     Timing,
     format_seconds,
     processor,
@@ -22,9 +23,12 @@ from paceline.tools.bench.measure import (
     versions,
     with_quartiles,
 )
-from paceline.tools.bench.step_times import ALONE, STEP_SIDES, Side, StepResult
+from paceline.tools.bench.models import ADAMW
+from paceline.tools.bench.optimizer_choice import OptimizerChoice, choose_optimizer
+from paceline.tools.bench.sides import ALONE, PLAIN, STEP_SIDES, TORCH, Side
+from paceline.tools.bench.step_times import StepResult
 
-TORCH, PACELINE = Side("torch"), Side("paceline")
+OPTIMIZER_KIND = "adamw_step"
 LEGEND = (
     "gloo: torch.distributed on gloo; backend: torch.distributed on the backend paceline; shared: paceline's "
     "own, in the memory in which DistributedDataParallel keeps gradients; memcpy: copying as many bytes"
@@ -33,18 +37,22 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One side: its seconds, what it adds to the module's own, and how many times as fast as torch it is."""
+    """One side: its seconds, what it adds to the module's own, how many times as fast as torch it is.
+
+    ``memory`` is that of all ranks together.
+    """
 
     side: str
     seconds: Timing
     adds: Timing | None = None
     times_as_fast: float | None = None
     spread: tuple[float, float] | None = None
+    memory: Size | None = None
 
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """The sides of one comparison: a model's step, or a collective of one size."""
+    """The sides of one comparison: a model's step, with SGD or with AdamW, or a collective of one size."""
 
     kind: str
     what: str
@@ -54,6 +62,7 @@ class ResultGroup:
     about: str = ""
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    choice: OptimizerChoice | None = None
 
 
 def step_results(result: StepResult) -> ResultGroup:
@@ -76,6 +85,28 @@ def step_results(result: StepResult) -> ResultGroup:
     )
 
 
+def optimizer_results(result: StepResult, memory: Mapping[Side, Size]) -> ResultGroup:
+    """Training steps of a model with AdamW, and the memory of the sides that did not refuse it."""
+    seconds = {side: timing(result.times.of[str(side)]) for side in memory}
+    choice = choose_optimizer(
+        {side: each.median for side, each in seconds.items()},
+        {side: each.median for side, each in memory.items()},
+    )
+    return ResultGroup(
+        kind=OPTIMIZER_KIND,
+        what=result.what,
+        rows=[
+            ResultRow(str(ALONE), timing(result.times.of[str(ALONE)])),
+            *(ResultRow(str(side), seconds[side], memory=memory[side]) for side in memory),
+        ],
+        rounds=result.repeats.rounds,
+        calls=result.repeats.calls,
+        notes=[f"{side} was left out: {words.splitlines()[0]}" for side, words in result.refused.items()],
+        warnings=[] if result.warning is None else [result.warning],
+        choice=choice,
+    )
+
+
 def _notes(result: StepResult) -> list[str]:
     notes = [_added_note(result)]
     if result.unused:
@@ -88,7 +119,7 @@ def _notes(result: StepResult) -> list[str]:
 
 
 def _added_note(result: StepResult) -> str:
-    ours, theirs = (timing(result.times.added(side)) for side in (PACELINE, TORCH))
+    ours, theirs = (timing(result.times.added(side)) for side in (PLAIN, TORCH))
     if theirs.low <= 0:
         return "what synchronisation adds is smaller than the noise"
     by_torch = f"synchronisation adds {format_seconds(theirs.median)} under torch"
@@ -132,6 +163,11 @@ def as_json(
         "rows": rows,
         "notes": [{"what": group.what, "note": text} for group in groups for text in group.notes],
         "warnings": of_groups + [{"what": None, "warning": text} for text in warnings],
+        "choices": [
+            {"what": group.what, "side": str(group.choice.side), "why": group.choice.why}
+            for group in groups
+            if group.choice is not None
+        ],
     }
 
 
@@ -146,6 +182,24 @@ def show_steps(group: ResultGroup, console: Console) -> None:
         step = with_quartiles(row.seconds, factor=factor, to="..")
         table.add_row(escape(row.side), step, adds, _times_as_fast(row))
     console.print(table)
+    _show_notes(group, console)
+
+
+def show_optimizers(group: ResultGroup, console: Console) -> None:
+    """A table of a model's steps with AdamW, one row per side, and which side to take."""
+    unit, factor = time_unit(max(row.seconds.median for row in group.rows))
+    title = f"step of {group.what} with {ADAMW}, and memory of all ranks together"
+    table = _table(title, ("side", f"step, {unit}", "memory, MB"))
+    for row in group.rows:
+        held = "" if row.memory is None else with_quartiles(row.memory, factor=1e-6, to="..")
+        table.add_row(escape(row.side), with_quartiles(row.seconds, factor=factor, to=".."), held)
+    console.print(table)
+    if group.choice is not None:
+        console.print(escape(str(group.choice)), style="bold")
+    _show_notes(group, console)
+
+
+def _show_notes(group: ResultGroup, console: Console) -> None:
     for note in group.notes:
         console.print(escape(note))
     for warning in group.warnings:

@@ -9,97 +9,40 @@ each step, and cannot be faster than that. CPU time is that of all threads of al
 """
 
 import gc
-import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import BenchError
+from paceline.errors import BenchError, StepError, UnsupportedError
 from paceline.testing import run_ranks
-from paceline.tools.bench.floor import Floor
 from paceline.tools.bench.gradient_check import compare_gradients
 from paceline.tools.bench.measure import Turn, samples, take_turns
-from paceline.tools.bench.models import BenchModel, Step, Training
+from paceline.tools.bench.models import SGD, BenchModel, OptimizerKind, Training, TrainingStep
+from paceline.tools.bench.sides import ALONE, Side
 from paceline.torch_private import broadcast_coalesced
 
 # torch rebuilds its buckets after the first step.
 WARMUPS = 3
 # In this many steps the module alone is checked for parameters without a gradient.
 UNUSED_STEPS = 3
-# A copy of the model needs at least this many times its parameters: parameters, gradients and buckets.
+# A copy of the model needs at least this many times its parameters, and the optimizer's state: parameters,
+# gradients and buckets.
 MEMORY_FACTOR = 3
 # How many bytes of values are broadcast by one message.
 BROADCAST_BYTES = 2**25
 # A turn lasts this long or has this many steps: right after another side's turn, caches are cold.
 TURN_SECONDS, TURN_STEPS = 0.02, 8
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 40
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of those that are compared: a wrapper, what it reduces through, how it keeps its buckets."""
-
-    wrapper: str
-    through: str | None = None
-    views: bool = False
-    lazy: bool = False
-
-    def __str__(self) -> str:
-        through = {None: "", "backend": "-on-paceline", "c10d": "-c10d"}[self.through]
-        return f"{self.wrapper}{through}{'-views' if self.views else ''}{'-lazy' if self.lazy else ''}"
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether others are compared with it: torch's wrapper on gloo."""
-        return self.wrapper == "torch" and self.through is None
-
-    @property
-    def is_synchronised(self) -> bool:
-        """Whether its gradients are averages, the same as those of the other synchronised sides."""
-        return self not in (ALONE, BARRIER_ONLY)
-
-    def wrap(self, module: nn.Module, *, has_unused: bool = False) -> nn.Module:
-        """Wrap the module; ``has_unused`` if some of its parameters may get no gradient."""
-        if self == ALONE:
-            return module
-        if self == BARRIER_ONLY:
-            group = dist.new_group(backend="paceline")
-            first = next(module.parameters())  # its gradient comes last
-            first.register_post_accumulate_grad_hook(lambda _: dist.barrier(group))
-            return module
-        if self == FLOOR:
-            Floor(module)
-            return module
-        options: dict[str, Any] = {"gradient_as_bucket_view": self.views}
-        if self.lazy:  # which not every version of torch knows
-            options["lazy_bucket_allocation"] = True
-        if self.through == "backend":
-            options["process_group"] = dist.new_group(backend="paceline")
-        elif self.through == "c10d":
-            options["transport"] = "c10d"
-        if has_unused and self.wrapper == "torch":
-            options["find_unused_parameters"] = True
-        # By name, so that either wrapper can be measured without the other.
-        wrapper = importlib.import_module(f"{self.wrapper}.nn.parallel").DistributedDataParallel
-        wrapped: nn.Module = wrapper(module, **options)
-        return wrapped
-
-
-ALONE = Side("the module alone")
-BARRIER_ONLY, FLOOR = Side("barrier-only"), Side("floor")
-_PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
-STEP_SIDES = {
-    str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
-} | {str(side): side for side in (BARRIER_ONLY, FLOOR)}
 
 
 @dataclass(frozen=True)
@@ -170,7 +113,8 @@ class StepResult:
     """A model's steps, as all ranks measured them.
 
     ``tensors`` and ``elements`` count trained parameters; ``unused`` names those that got no gradient in some
-    step on some rank; ``warning`` says why the sides did not do the same work.
+    step on some rank; ``warning`` says why the sides did not do the same work; ``refused`` has the sides
+    whose optimizer refused the model, with its words.
     """
 
     what: str
@@ -180,6 +124,7 @@ class StepResult:
     elements: int
     unused: Sequence[str]
     warning: str | None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def time_steps(
@@ -190,38 +135,75 @@ def time_steps(
     world: int,
     threads: int = 1,
     timeout: float,
+    kind: OptimizerKind = SGD,
 ) -> StepResult:
     """Time the module alone and the sides on fresh ranks, each with that many threads."""
-    args = (model, [ALONE, *sides], repeats, threads)
+    args = (model, sides, repeats, threads, kind)
     return run_ranks(steps_on_rank, world, args=args, timeout=timeout)[0]
 
 
 def steps_on_rank(
-    rank: int, model: BenchModel, sides: Sequence[Side], repeats: Repeats | TimeBudget, threads: int
+    rank: int,
+    model: BenchModel,
+    sides: Sequence[Side],
+    repeats: Repeats | TimeBudget,
+    threads: int,
+    kind: OptimizerKind,
 ) -> StepResult:
-    """Time the sides, of which the first is the module alone; the result is the same on all ranks."""
+    """Time the module alone and the sides; the result is the same on all ranks."""
     os.dup2(2, 1)  # stdout is for the tables: what a user's model prints goes to stderr
     torch.set_num_threads(threads)
-    alone = model.make(rank)
-    check_memory(alone.module, copies=len(sides))
+    alone = replace(model.make(rank), make_optimizer=kind.make)
+    check_memory(alone.module, copies=1 + len(sides), factor=MEMORY_FACTOR + kind.state_copies)
     broadcast_values(alone.module)
     unused = find_unused(rank, alone)
-    trainings = {str(sides[0]): alone} | {
-        str(side): wrapped(side, with_same_values(alone, model.make(rank)), has_unused=bool(unused))
-        for side in sides[1:]
-    }
-    steps = {side: naming_side(side)(training.step()) for side, training in trainings.items()}
-    warm_up(steps)
-    chosen = repeats if isinstance(repeats, Repeats) else choose_repeats(repeats, steps)
-    turns = take_turns(steps, rounds=chosen.rounds, calls=chosen.calls, before=dist.barrier)
-    compared = {str(side): trainings[str(side)] for side in sides if side.is_synchronised}
+    steps, refused = make_steps(rank, model, alone, sides, kind, has_unused=bool(unused))
+    calls = {side: naming_side(side)(step) for side, step in steps.items()}
+    warm_up(calls)
+    chosen = repeats if isinstance(repeats, Repeats) else choose_repeats(repeats, calls)
+    turns = take_turns(calls, rounds=chosen.rounds, calls=chosen.calls, before=dist.barrier)
+    compared = {str(side): steps[str(side)] for side in sides if side.is_synchronised and str(side) in steps}
     warning = compare_gradients(rank, alone, compared)
     # torch's wrapper can hang if it outlives the group.
-    del trainings, steps, compared
+    del steps, calls, compared
     gc.collect()
     trained = [parameter for parameter in alone.module.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
-    return StepResult(model.what, merged(turns), chosen, len(trained), elements, unused, warning)
+    return StepResult(model.what, merged(turns), chosen, len(trained), elements, unused, warning, refused)
+
+
+def make_steps(
+    rank: int,
+    model: BenchModel,
+    alone: Training,
+    sides: Sequence[Side],
+    kind: OptimizerKind,
+    *,
+    has_unused: bool,
+) -> tuple[dict[str, TrainingStep], dict[str, str]]:
+    """The steps of the module alone and of the sides, and why optimizers of other sides refused the model."""
+    steps, refused = {str(ALONE): alone.step()}, {}
+    for side in sides:
+        training = wrapped(side, with_same_values(alone, model.make(rank)), kind, has_unused=has_unused)
+        words = None
+        try:
+            with naming_side(str(side)):
+                step = steps[str(side)] = training.step()
+                if side.optimizer is not None:  # it may refuse what the model does in a step
+                    step()
+        except (UnsupportedError, StepError) as error:
+            words = str(error)
+        if (words := first_words(words)) is not None:
+            steps.pop(str(side), None)
+            refused[str(side)] = words
+    return steps, refused
+
+
+def first_words(own: str | None) -> str | None:
+    """What the first rank says that says anything; the same on all ranks."""
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return next((words for words in everyone if words is not None), None)
 
 
 def merged(turns: Mapping[str, Sequence[Turn]]) -> StepTimes:
@@ -237,10 +219,11 @@ def broadcast_values(module: nn.Module) -> None:
     broadcast_coalesced(dist.group.WORLD, tensors, BROADCAST_BYTES, 0)
 
 
-def wrapped(side: Side, training: Training, *, has_unused: bool) -> Training:
-    """The same training with the side's wrapper around the module."""
+def wrapped(side: Side, training: Training, kind: OptimizerKind, *, has_unused: bool = False) -> Training:
+    """The same training with the side's wrapper around the module, and the side's optimizer."""
     with naming_side(str(side)):
-        return replace(training, module=side.wrap(training.module, has_unused=has_unused))
+        module = side.wrap(training.module, has_unused=has_unused)
+    return replace(training, module=module, make_optimizer=partial(side.make_optimizer, kind=kind))
 
 
 @contextmanager
@@ -274,14 +257,14 @@ def find_unused(rank: int, training: Training) -> list[str]:
     return sorted(set().union(*everyone))
 
 
-def warm_up(steps: Mapping[str, Step]) -> None:
+def warm_up(steps: Mapping[str, Callable[[], object]]) -> None:
     """Take the first steps of each side, which are slower than later ones."""
     for step in steps.values():
         for _ in range(WARMUPS):
             step()
 
 
-def choose_repeats(budget: TimeBudget, steps: Mapping[str, Step]) -> Repeats:
+def choose_repeats(budget: TimeBudget, steps: Mapping[str, Callable[[], object]]) -> Repeats:
     """Measure a few steps, and divide the budget by the slowest rank's; the same on all ranks."""
     seconds = samples(steps, rounds=2, warmups=0, before=dist.barrier)
     least = {side: min(values) for side, values in seconds.items()}
@@ -290,15 +273,21 @@ def choose_repeats(budget: TimeBudget, steps: Mapping[str, Step]) -> Repeats:
     return budget.repeats(*slow.tolist())
 
 
-def check_memory(module: nn.Module, *, copies: int) -> None:
-    """Refuse a model whose copies do not fit into memory: the kernel would kill some process."""
+def check_memory(module: nn.Module, *, copies: int, factor: int) -> None:
+    """Refuse a model whose copies do not fit into memory: the kernel would kill some process.
+
+    Args:
+        module: one copy.
+        copies: how many copies a rank has.
+        factor: how many times its parameters a copy needs.
+    """
     one = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     world = dist.get_world_size()
-    wanted, available = one * MEMORY_FACTOR * copies * world, available_bytes()
+    wanted, available = one * factor * copies * world, available_bytes()
     if wanted > available:
         raise BenchError(
-            f"the model does not fit: {world} ranks with {copies} copies each, with gradients and buckets, "
-            f"need {wanted / 1e9:.1f} GB or more (available: {available / 1e9:.1f} GB, "
+            f"the model does not fit: {world} ranks with {copies} copies each, with gradients, buckets and "
+            f"optimizer state, need {wanted / 1e9:.1f} GB or more (available: {available / 1e9:.1f} GB, "
             f"parameters and buffers: {one / 1e9:.2f} GB)"
         )
 
