@@ -56,7 +56,7 @@ bench: $(READY)
 
 # The figures of the docs, measured anew on this machine, which should be idle; hosts and hooks need root.
 figures: $(READY)
-	for name in data_parallel ranks ddp collectives hosts hooks; do \
+	for name in data_parallel ranks ddp memory collectives hosts hooks; do \
 		$(BIN)/python benchmarks/$$name.py --figures docs/figures.json || exit 1; \
 	done
 	for options in "--busy 2" "--world 4" "--world 8"; do \
@@ -64,6 +64,7 @@ figures: $(READY)
 			|| exit 1; \
 	done
 	$(BIN)/python benchmarks/ddp.py --parts parameters --sides torch paceline floor --figures docs/figures.json
+	$(BIN)/python benchmarks/ddp.py --optimizer adamw --figures docs/figures.json
 	$(BIN)/python benchmarks/figures.py --write
 
 # What each fault on one rank does to the others: docs/figures.json and docs/faults.md. Needs root, and two hours or more.

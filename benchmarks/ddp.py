@@ -21,7 +21,9 @@ each turn. A turn is over when the slowest rank is done. What synchronisation ad
 of the module alone on the slower rank, in each round; the slower rank is looked for in each step, because no
 synchronisation can be faster. "Waiting for the slower rank" is what a rank would wait for it on average; no
 side can avoid it, and it is not in what the sides add. CPU time is that of all threads of all ranks together.
-A ratio is NaN, which meets no target, if what the base adds is lost in the noise.
+A ratio is NaN, which meets no target, if what the base adds is lost in the noise. The learning rate is zero.
+After the timing, gradients of all sides are compared, and one step with another rate must change all
+parameters.
 
 With --optimizer adamw, the step has torch's AdamW in its default implementation, and the sides are:
   torch                          torch's wrapper on a gloo group
@@ -31,8 +33,7 @@ With --optimizer adamw, the step has torch's AdamW in its default implementation
   paceline-HostOptimizer         the same, with parameters and optimizer state once per host: each rank steps
                                  its part
 The module alone has a plain AdamW too. Only whole steps are measured then: what a side adds is less than
-nothing if ranks share the optimizer's work. One step with the rate 1.0 is taken in the end, to see that every
-side changes all parameters.
+nothing if ranks share the optimizer's work.
 
 memory: the peak over five steps, minus what was held before wrapping, see paceline.tools.bench.held_memory.
 benchmarks/memory.py has that of AdamW.

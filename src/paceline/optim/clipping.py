@@ -34,7 +34,7 @@ def clip_parts(
     if norm_type <= 0:
         raise OptionError(f"norm_type must be positive (norm_type: {norm_type})")
     own = get_total_norm(grads, norm_type) if grads else torch.zeros(())
-    norm: Tensor = torch.linalg.vector_norm(gather(own), norm_type).to(own.dtype)
+    norm: Tensor = torch.linalg.vector_norm(gather(own), norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise StepError(
             f"the norm of the gradients is not finite, so they cannot be clipped (norm: {norm.item()}); "
@@ -43,7 +43,7 @@ def clip_parts(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor)
-    return norm
+    return norm.to(own.dtype)
 
 
 def gather_numbers(group: Group, step: int, own: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ each tensor is, and what is no tensor, is written down in a list, which other ra
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from paceline.tensors.part_parameter import part_of
 
 # Each tensor begins at a multiple of this many bytes.
 _ALIGNED = 64
+# Tensors share a block of memory until it has so many bytes.
+_BLOCK_BYTES = 1 << 20
 # Where a rank's list is: address and length.
 _PLACE = struct.Struct("<qq")
 PLACE_BYTES = _PLACE.size
@@ -43,67 +45,102 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
 
 
+class _Unreadable(NamedTuple):
+    """Stands for a value that cannot be told to other ranks."""
+
+    why: str
+
+
 class PartState:
     """The state of one rank's parts, where the other ranks of the host find it.
 
     Args:
         shared: the memory of the host.
         memory: in which each rank says where its list is.
+        moves: whether the optimizer's own tensors are moved, so that they are read where they are. Otherwise
+            they are copied after each step, because nobody knows who else holds them.
     """
 
-    def __init__(self, shared: SharedMemoryTransport, memory: HostMemory) -> None:
+    def __init__(self, shared: SharedMemoryTransport, memory: HostMemory, *, moves: bool) -> None:
         self._shared = shared
         self._memory = memory
+        self._moves = moves
         self._places = [
             memory.tensor(number * PLACE_BYTES, PLACE_BYTES, torch.uint8)
             for number in range(len(shared.ranks))
         ]
         self._places[shared.rank].zero_()
         self._list: Tensor | None = None
-        self._moved: dict[tuple[PartKey, str], tuple[Tensor, StoredTensor]] = {}
+        self._stored: dict[tuple[Any, str], tuple[Tensor, StoredTensor]] = {}
 
-    def publish(self, state: Mapping[Tensor, dict[str, Any]], keys: Mapping[Tensor, PartKey]) -> None:
-        """Move new tensors to memory that others can read, and write down where everything is."""
-        entries: list[tuple[PartKey, str, Any]] = []
-        new: list[tuple[PartKey, str, dict[str, Any]]] = []
+    def publish(self, state: Mapping[Any, Any], keys: Mapping[Any, PartKey]) -> None:
+        """Move or copy tensors to memory that others can read, and write down where everything is."""
+        entries: list[tuple[Any, str, Any]] = []
+        stored: dict[tuple[Any, str], tuple[Tensor, StoredTensor]] = {}
+        new: list[tuple[Any, str, dict[str, Any]]] = []
         for part, values in state.items():
-            key = keys[part]
+            if part not in keys:  # what an optimizer keeps for all parameters
+                entries.append((part, "", values))
+                continue
             for name, value in values.items():
                 if not isinstance(value, Tensor):
-                    entries.append((key, name, value))
-                elif (moved := self._moved.get((key, name))) is None or moved[0] is not value:
-                    new.append((key, name, values))
-        if new:
-            self._move(new)
-        elif not entries and self._list is not None:
-            return
-        entries += [(key, name, stored) for (key, name), (_, stored) in self._moved.items()]
-        self._write(entries)
+                    entries.append((keys[part], name, value))
+                elif (known := self._known(keys[part], name, value)) is None:
+                    new.append((keys[part], name, values))
+                else:
+                    stored[keys[part], name] = known
+                    if known[0] is not value:
+                        self._fill(known[0], name, values)
+        is_same = not new and not entries and stored.keys() == self._stored.keys()
+        self._stored = stored
+        # Not all at once: while tensors are moved, there are two of each.
+        for start, end in _groups([values[name].nbytes for _, name, values in new]):
+            self._store(new[start:end])
+        if not is_same or self._list is None:
+            self._write([*entries, *((*key, place) for key, (_, place) in self._stored.items())])
 
     def forget(self) -> None:
-        """The optimizer has other tensors from now on."""
-        self._moved = {}
+        """The optimizer has other tensors from now on, and no rank reads the old ones."""
+        self._stored = {}
         self._memory.kept.clear()
         self._list = None
 
-    def read_all(self) -> dict[PartKey, dict[str, Any]]:
-        """Copies of the state of all parts of this host."""
-        found: dict[PartKey, dict[str, Any]] = {}
+    def read_all(self) -> dict[Any, Any]:
+        """Copies of the state of all parts of this host, and of what optimizers keep for all parameters."""
+        found: dict[Any, Any] = {}
         for place in self._places:
             address, nbytes = _PLACE.unpack(bytes(place.tolist()))
             if not nbytes:
                 continue
             for key, name, value in pickle.loads(bytes(self._shared.read(address, nbytes).tolist())):  # noqa: S301  # our own ranks'
-                found.setdefault(key, {})[name] = (
-                    self._read(value) if isinstance(value, StoredTensor) else value
-                )
+                if isinstance(value, _Unreadable):
+                    raise ShardError(
+                        f"a part of the optimizer's state cannot be read by other ranks: {value.why}"
+                    )
+                known = self._read(value) if isinstance(value, StoredTensor) else value
+                if name:
+                    found.setdefault(key, {})[name] = known
+                else:
+                    found.setdefault(key, known)
         return found
+
+    def _known(self, key: PartKey, name: str, value: Tensor) -> tuple[Tensor, StoredTensor] | None:
+        """Where a tensor was stored before, if it still fits there."""
+        known = self._stored.get((key, name))
+        if known is None or (known[0].shape, known[0].dtype) != (value.shape, value.dtype):
+            return None
+        return known
+
+    def _fill(self, stored: Tensor, name: str, values: dict[str, Any]) -> None:
+        stored.copy_(values[name])
+        if self._moves:
+            values[name] = stored
 
     def _read(self, stored: StoredTensor) -> Tensor:
         data = self._shared.read(stored.address, stored.nbytes).view(stored.dtype)
         return data.as_strided(stored.shape, stored.stride)
 
-    def _move(self, new: Sequence[tuple[PartKey, str, dict[str, Any]]]) -> None:
+    def _store(self, new: Sequence[tuple[Any, str, dict[str, Any]]]) -> None:
         offsets, end = [], 0
         for _, name, values in new:
             offsets.append(end)
@@ -114,15 +151,15 @@ class PartState:
         for (key, name, values), offset in zip(new, offsets, strict=True):
             value = values[name]
             flat = block[offset : offset + value.nbytes].view(value.dtype)
-            moved = flat.as_strided(value.shape, torch.empty_like(value, device="meta").stride())
-            values[name] = moved.copy_(value)
-            stored = StoredTensor(
-                address + offset, value.nbytes, tuple(value.shape), moved.stride(), value.dtype
+            stored = flat.as_strided(value.shape, torch.empty_like(value, device="meta").stride())
+            place = StoredTensor(
+                address + offset, value.nbytes, tuple(value.shape), stored.stride(), value.dtype
             )
-            self._moved[key, name] = moved, stored
+            self._fill(stored, name, values)
+            self._stored[key, name] = stored, place
 
-    def _write(self, entries: Sequence[tuple[PartKey, str, Any]]) -> None:
-        data = pickle.dumps(entries)
+    def _write(self, entries: Sequence[tuple[Any, str, Any]]) -> None:
+        data = _pickled(entries)
         if self._list is None or len(data) > self._list.numel():
             self._list = self._empty(2 * len(data))
         self._list[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -136,6 +173,31 @@ class PartState:
         # Others may read it when this rank has dropped the optimizer.
         self._memory.kept.append(block)
         return block
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Which tensors share a block: first, and the one behind the last."""
+    start = nbytes = 0
+    for end, size in enumerate(sizes, start=1):
+        nbytes += size
+        if nbytes >= _BLOCK_BYTES or end == len(sizes):
+            yield start, end
+            start, nbytes = end, 0
+
+
+def _pickled(entries: Sequence[tuple[Any, str, Any]]) -> bytes:
+    try:
+        return pickle.dumps(entries)
+    except Exception:  # whatever the values raise
+        return pickle.dumps([_readable(*entry) for entry in entries])
+
+
+def _readable(key: Any, name: str, value: Any) -> tuple[Any, str, Any]:
+    try:
+        pickle.dumps((key, name, value))
+    except Exception as error:  # whatever the value raises
+        return repr(key), name, _Unreadable(f"{name or key}: {error}")
+    return key, name, value
 
 
 def joined(parameter: Tensor, parts: Mapping[int, dict[str, Any]]) -> dict[str, Any]:

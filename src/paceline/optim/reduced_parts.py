@@ -11,6 +11,7 @@ from paceline.ddp.state.part_parameters import PartParameters
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, UnsupportedError
 from paceline.tensors.dtensor import is_dtensor
+from paceline.tensors.part_parameter import PartParameter
 
 
 class ReducedParts:
@@ -65,19 +66,9 @@ class ReducedParts:
         """Have averages of a parameter, each from an element on, become gradients of these tensors."""
         self._parameters.cut[self.slot_of(parameter)].parts = [*parts]
 
-    def drop_grads(self, parameters: Sequence[Tensor]) -> None:
-        """Drop the gradients of these parameters, and of their parts."""
-        self._parameters.clear_grads(map(self.slot_of, parameters))
-
-    def follow_grads(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Drop the gradients of parts whose parameters' were dropped, as ``zero_grad`` of a module does.
-
-        Returns:
-            The names of parameters that have a gradient which is no average.
-        """
-        slots = [*map(self.slot_of, parameters)]
-        cut = self._parameters.cut
-        return [self._slots[slot].name for slot in slots if not cut[slot].follow()]
+    def cut_of(self, parameters: Sequence[Tensor]) -> list[PartParameter]:
+        """The parameters, with the gradients of their parts."""
+        return [self._parameters.cut[self.slot_of(parameter)] for parameter in parameters]
 
     def reduce(self) -> None:
         """Have the next backward leave parts, as they are now."""

@@ -7,13 +7,14 @@ the other ranks.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.group import Group
+from paceline.errors import ShardError
+from paceline.tensors.part_parameter import HARMLESS
 from paceline.torch_private import unscale_and_check
 
 # No parameter that a scaler works on has it, so it is looked at by itself, and last.
@@ -23,17 +24,24 @@ _DTYPE = torch.complex128
 class _Asking(Tensor):
     """A gradient without elements."""
 
-    ranks: Group
+    ask: Callable[[float], Tensor]
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is not unscale_and_check:
+        """Ask the other ranks, and refuse what needs all gradients."""
+        name = getattr(function, "__name__", str(function))
+        if name in HARMLESS:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if function is not unscale_and_check:
+            raise ShardError(
+                f"param_groups has this rank's parts of the gradients, so {name}() of all of them would be "
+                "wrong: clip by the optimizer's clip_grad_norm_. For what treats each element by itself, "
+                "leave out the last parameter, which has no elements"
+            )
         (asking,), found, _ = args
-        if asking.ranks.size > 1:
-            found.copy_(asking.ranks.all_reduce(found.view(1).clone()).wait(lambda: None)[0])
+        found.copy_(asking.ask(found.item()).max())
         return None
 
 
@@ -41,16 +49,16 @@ class ScalerCheck:
     """The parameter that asks.
 
     Args:
-        group: the ranks to ask.
+        ask: gives the numbers of all ranks.
 
     Attributes:
         parameter: to be the last one of the last parameter group.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, ask: Callable[[float], Tensor]) -> None:
         self.parameter = torch.empty(0, dtype=_DTYPE)
         grad: Any = torch.empty(0, dtype=_DTYPE).as_subclass(_Asking)
-        grad.ranks = group
+        grad.ask = ask
         self._grad = grad
         self.parameter.grad = grad
 

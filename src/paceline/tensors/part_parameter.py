@@ -9,6 +9,7 @@ Note [Parts of an earlier backward]. If nobody has dropped the gradients before 
 adds to them. Its bucket needs the memory, so the parts are copied, and added to the new ones in the end.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import ShardError
 
 # What is asked of a gradient that does not look at its values.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "__get__",
         "__set__",
@@ -38,7 +39,8 @@ _HARMLESS = frozenset(
 class UnseenGradient(Tensor):
     """Stands for an average of which this rank has a part: see Note [Unseen gradients]."""
 
-    owner: "PartParameter"
+    # Weak: a gradient's parameter holds it, where the garbage collector cannot see it.
+    owner: "weakref.ref[PartParameter]"
 
     @classmethod
     def __torch_function__(
@@ -46,10 +48,10 @@ class UnseenGradient(Tensor):
     ) -> Any:
         """Raise, unless the values do not matter."""
         name = getattr(function, "__name__", str(function))
-        if name in _HARMLESS:
+        if name in HARMLESS:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if name == "zero_":  # as zero_grad(set_to_none=False) of a module does
-            args[0].owner.zero_parts()
+        if name == "zero_" and hasattr(args[0], "owner"):  # as zero_grad(set_to_none=False) of a module does
+            args[0].owner().zero_parts()
             return args[0]
         raise ShardError(
             f"this rank has only its part of the averaged gradient, so {name}() would be wrong: clip by the "
@@ -79,7 +81,7 @@ class PartParameter:
         self._shown: Tensor | None = None  # what the last average left as ``.grad``
         nothing: Any = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         self._unseen = nothing.expand(parameter.shape).as_subclass(UnseenGradient)
-        self._unseen.owner = self
+        self._unseen.owner = weakref.ref(self)
 
     def detach(self) -> Tensor:
         """The parameter, detached."""

@@ -10,7 +10,7 @@ the parameter, and when ``data`` is read.
 import inspect
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from sys import getrefcount
 from typing import Any
@@ -78,10 +78,19 @@ class Writes:
         self._lines.clear()
         self._handed_out.clear()
 
-    def found(self) -> dict[int, str]:
-        """What was written, in words, by the number of the parameter; usually nothing."""
+    def found(self, *, only_moved: bool = False) -> dict[int, str]:
+        """What was written, in words, by the number of the parameter; usually nothing.
+
+        Args:
+            only_moved: whether only other memory counts, because nobody else has it.
+        """
+        # Not only after a note: a queue of torch.multiprocessing gives a storage other memory.
+        addresses = [*map(Tensor.data_ptr, self._parameters)]
+        if only_moved:
+            pairs = enumerate(zip(addresses, self._addresses, strict=True))
+            return {number: self._found(number) for number, (now, before) in pairs if now != before}
         versions = [*map(version_of, self._parameters)]
-        if versions == self._versions and not (self._handed_out or self._lines):
+        if versions == self._versions and addresses == self._addresses and not self._handed_out:
             return {}
         found = {number: self._found(number) for number in range(len(self._parameters))}
         return {number: words for number, words in found.items() if words}
@@ -122,6 +131,21 @@ class SharedParameter(Parameter):
         return _plain(self, copies=False).__reduce_ex__(protocol)
 
 
+def are_in_use(parameters: Iterable[Parameter]) -> bool:
+    """Whether some of the parameters are shared, and what shares them still lives."""
+    return any(isinstance(each, SharedParameter) and each.writes.is_in_use for each in parameters)
+
+
+def make_private(references: "Iterable[weakref.ref[Parameter]]") -> None:
+    """Give shared parameters memory of their own again."""
+    for reference in references:
+        parameter: Any = reference()
+        if isinstance(parameter, SharedParameter) and not parameter.writes.is_in_use:
+            use_memory(parameter, parameter.detach().clone())
+            del parameter.writes
+            parameter.__class__ = Parameter  # type: ignore[assignment]
+
+
 def use_memory(parameter: Parameter, memory: Tensor) -> None:
     """Have a parameter use other memory, without a note."""
     _data.__set__(parameter, memory)
@@ -129,7 +153,10 @@ def use_memory(parameter: Parameter, memory: Tensor) -> None:
 
 def _plain(parameter: SharedParameter, *, copies: bool) -> Parameter:
     values = parameter.detach()
-    return Parameter(values.clone() if copies else values, parameter.requires_grad)
+    plain: Any = Parameter(values.clone() if copies else values, parameter.requires_grad)
+    if not copies:
+        vars(plain).update({name: value for name, value in vars(parameter).items() if name != "writes"})
+    return plain  # type: ignore[no-any-return]
 
 
 def _users_line() -> CodeLine | None:

@@ -139,7 +139,7 @@ def describe_awaited(doing: Doing, names: Sequence[str] = ()) -> str:
         case Activity.BUFFERS:
             return f"the module buffers of step {doing.step}"
         case Activity.UPDATE:
-            return f"the other ranks to update the shared parameters after step {doing.step}"
+            return f"the other ranks to come to the optimizer before step {doing.step}"
         case Activity.INPUTS:
             return "the other ranks to say whether they have inputs (join)"
         case _:

@@ -154,6 +154,12 @@ def punch_hole(file: int, offset: int, nbytes: int) -> None:
     _fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes)
 
 
+def release_freed() -> None:
+    """Have malloc give back to the system what was freed, where the C library can do that."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def _error(function: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{function}: {errno.errorcode.get(number, number)}, {os.strerror(number)}")

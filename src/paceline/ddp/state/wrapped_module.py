@@ -1,5 +1,6 @@
 """The module that is wrapped: its parameters, the devices that they are on, and where inputs have to go."""
 
+import gc
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from paceline.errors import OptionError, WrapError
 from paceline.tensors import devices as dev
 from paceline.tensors import tree
 from paceline.tensors.dtensor import local_of
+from paceline.tensors.shared_parameter import are_in_use
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def wrap_module(
             f"(module: {type(module).__name__}, ignored: {sorted(ignored)})"
         )
     _check_devices(module, params)
+    if are_in_use(params.parameters):
+        gc.collect()  # a wrapper that nobody uses any more may still be there
+        if are_in_use(params.parameters):
+            raise WrapError(
+                "a HostOptimizer of another wrapper has the module's parameters in memory that ranks share"
+            )
     devices = {parameter.device for parameter in params.parameters}
     wrapped = WrappedModule(
         module, ignored, params, params.parameters[0].device, is_multi_device=len(devices) > 1

@@ -89,12 +89,15 @@ class Side:
 
 ALONE = Side("the module alone")
 BARRIER_ONLY, FLOOR = Side("barrier-only"), Side("floor")
-_PLAIN = [Side("torch"), Side("torch", "backend"), Side("paceline"), Side("paceline", "c10d")]
-STEP_SIDES = {
-    str(side): side for plain in _PLAIN for side in (plain, Side(plain.wrapper, plain.through, views=True))
-} | {str(side): side for side in (BARRIER_ONLY, FLOOR)}
 TORCH, ZERO = Side("torch"), Side("torch", optimizer="ZeroRedundancyOptimizer")
 PLAIN = Side("paceline")
 SHARDED, HOST = (Side("paceline", optimizer=name) for name in ("ShardedOptimizer", "HostOptimizer"))
+_WITHOUT_VIEWS = [TORCH, Side("torch", "backend"), PLAIN, Side("paceline", "c10d")]
+# Those that differ in how gradients are averaged.
+STEP_SIDES = {
+    str(side): side
+    for each in _WITHOUT_VIEWS
+    for side in (each, Side(each.wrapper, each.through, views=True))
+} | {str(side): side for side in (BARRIER_ONLY, FLOOR)}
 # Those that differ in which rank has, and steps, which part of the parameters.
 OPTIMIZER_SIDES = {str(side): side for side in (TORCH, ZERO, PLAIN, SHARDED, HOST)}
