@@ -51,7 +51,7 @@ def gather_numbers(group: Group, step: int, own: Tensor) -> Tensor:
 
     Args:
         group: the ranks.
-        step: the number of the last step, for errors.
+        step: the number of the next step, for errors.
         own: this rank's number.
     """
     everyone = torch.zeros(group.size, dtype=torch.float64)

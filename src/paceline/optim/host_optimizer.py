@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook
+from paceline.comm.torch_distributed import Joinable
 from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError, UnsupportedError
@@ -19,8 +19,8 @@ from paceline.optim.clipping import clip_parts
 from paceline.optim.host_parameters import Call, HostParameters, host_parameters_of
 from paceline.optim.part_state import PartKey, cut, joined
 from paceline.optim.scaler_check import ScalerCheck
+from paceline.optim.wrapped_optimizer import WrappedOptimizer, check_wrapper, trainable
 from paceline.tensors.param_groups import group_options
-from paceline.torch_private import disable_join
 
 # How many parameters an error names.
 _TOLD = 3
@@ -36,7 +36,7 @@ ELEMENTWISE = frozenset(
 IN_PLACE = ELEMENTWISE | {torch.optim.Adafactor, *filter(None, [getattr(torch.optim, "Muon", None)])}
 
 
-class HostOptimizer(Optimizer, Joinable):
+class HostOptimizer(WrappedOptimizer):
     """Steps a wrapped module whose parameters and optimizer state each host has once, not once per rank.
 
     ``HostOptimizer(ddp, torch.optim.AdamW, lr=...)`` moves the module's parameters to memory that all ranks
@@ -65,15 +65,11 @@ class HostOptimizer(Optimizer, Joinable):
         params: Iterable[Any] | None = None,
         **defaults: Any,
     ) -> None:
-        if not isinstance(wrapper, DistributedDataParallel):
-            raise OptionError(
-                "the first argument of a HostOptimizer must be paceline's wrapper; parameters come third: "
-                f"HostOptimizer(ddp, torch.optim.AdamW, params, lr=...) (given: {type(wrapper).__name__})"
-            )
+        check_wrapper(wrapper, "HostOptimizer")
         if optimizer_class is torch.optim.LBFGS:
             raise UnsupportedError("LBFGS looks at all parameters at once, which no rank of a host has")
         # These check what was given, before anything is moved.
-        given = Optimizer(_trainable(wrapper) if params is None else params, defaults)
+        given = Optimizer(trainable(wrapper) if params is None else params, defaults)
         optimizer_class([{**group} for group in given.param_groups], **defaults)
         self._parameters: HostParameters = host_parameters_of(wrapper)
         self._parts = self._parameters.parts
@@ -146,12 +142,7 @@ class HostOptimizer(Optimizer, Joinable):
                 "a HostOptimizer takes no closure: backward inside the step would read parameters that other "
                 "ranks change. Call backward first, then step()"
             )
-        if self._wrapper._join_config.enable and not self._join_config.enable:
-            raise OptionError(
-                "the optimizer must join too, because ranks without inputs step their parts: "
-                "use Join([wrapper, optimizer])"
-            )
-        Join.notify_join_context(self)
+        self._note_step()
         strange = [each.parameter for each in self._cut if not each.follow()]
         names = ", ".join(map(self._parts.name_of, strange[:_TOLD]))
         refusal = f"gradients are no averages: run a synced backward first ({names})" if strange else ""
@@ -257,27 +248,8 @@ class HostOptimizer(Optimizer, Joinable):
             "state_dict(), and load it into another one"
         )
 
-    def join_hook(self, **_: Any) -> JoinHook:
-        """The hook that torch's join context calls on a rank without inputs."""
-        return _HostJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the collectives of torch's join context."""
-        return self._wrapper.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group for the collectives of torch's join context."""
-        return self._wrapper.process_group
-
-    @property
-    def steps_after_this_forward(self) -> bool:
-        """Whether gradients are averaged after the wrapper's last forward."""
-        return self._wrapper.require_forward_param_sync
-
-    def forget_writes(self) -> None:
-        """What was written to parameters so far is right."""
+    def after_join(self) -> None:
+        """The wrapper has given all ranks the last one's values, which are the same."""
         self._parameters.forget_writes()
 
     def _take(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -343,28 +315,6 @@ class HostOptimizer(Optimizer, Joinable):
     def _own_state(self) -> dict[Any, Any]:
         items = self._local.state.items()
         return {self._keys.get(part, part): copy.deepcopy(values) for part, values in items}
-
-
-class _HostJoinHook(JoinHook):
-    def __init__(self, optimizer: HostOptimizer) -> None:
-        self._optimizer = optimizer
-        super().__init__()
-
-    def main_hook(self) -> None:
-        if self._optimizer.steps_after_this_forward:
-            self._optimizer.step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
-        # The wrapper has given all ranks the last one's values, which are the same.
-        self._optimizer.forget_writes()
-        disable_join(self._optimizer)
-
-
-def _trainable(wrapper: DistributedDataParallel) -> list[Any]:
-    """Parameters that require a gradient, without the ignored ones."""
-    ignored = wrapper.parameters_to_ignore
-    named = wrapper.module.named_parameters()
-    return [each for name, each in named if each.requires_grad and name not in ignored]
 
 
 def _as_list(params: Any) -> list[Any]:

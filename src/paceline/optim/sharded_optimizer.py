@@ -6,24 +6,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.torch_distributed import Join, Joinable, JoinHook
+from paceline.comm.torch_distributed import Joinable
 from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError
 from paceline.optim.clipping import clip_parts, gather_numbers
 from paceline.optim.reduced_parts import ReducedParts
 from paceline.optim.share_state import ShareState
+from paceline.optim.wrapped_optimizer import WrappedOptimizer, check_wrapper, trainable
 from paceline.tensors.dtensor import local_of
 from paceline.tensors.param_groups import group_options
-from paceline.torch_private import disable_join
 
 _BYTES_AT_ONCE = 25 * 1024 * 1024
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class ShardedOptimizer(WrappedOptimizer):
     """Steps a wrapped module, with the optimizer state held once instead of once per rank (ZeRO stage 1).
 
     Each rank owns a share of the parameters; shares have about the same number of bytes. After backward has
@@ -59,12 +58,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         gradients: Literal["whole", "parts"] = "whole",
         **defaults: Any,
     ) -> None:
-        if not isinstance(wrapper, DistributedDataParallel):
-            # torch's optimizers, and its ZeroRedundancyOptimizer, take parameters first.
-            raise OptionError(
-                "the first argument of a ShardedOptimizer must be paceline's wrapper; parameters come third: "
-                f"ShardedOptimizer(ddp, torch.optim.Adam, params, lr=...) (given: {type(wrapper).__name__})"
-            )
+        check_wrapper(wrapper, "ShardedOptimizer")
         if wrapper._group.may_change:
             raise OptionError("the state cannot be split over the ranks of a process group that may change")
         if gradients not in ("whole", "parts"):
@@ -80,7 +74,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._local_optimizer: Optimizer | None = None
         self._full_state: dict[str, Any] | None = None
         Joinable.__init__(self)
-        Optimizer.__init__(self, _trainable(wrapper) if params is None else params, defaults)
+        Optimizer.__init__(self, trainable(wrapper) if params is None else params, defaults)
         self._local_optimizer = optimizer_class(
             [self._own_part(group) for group in self.param_groups], **defaults
         )
@@ -111,12 +105,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Step this rank's share, and broadcast every rank's share."""
         assert self._local_optimizer is not None
         self._check_group()
-        if self._wrapper._join_config.enable and not self._join_config.enable:
-            raise OptionError(
-                "the optimizer must join too, because ranks without inputs step their shares: "
-                "use Join([wrapper, optimizer])"
-            )
-        Join.notify_join_context(self)
+        self._note_step()
         self._full_state = None
         loss = None
         try:
@@ -148,27 +137,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 for each, owner in self._owners.items()
                 if owner == self._rank and each.grad is not None
             ]
-            gather = partial(gather_numbers, self._group, max(0, self._wrapper._reducer.step_number - 1))
+            gather = partial(gather_numbers, self._group, self._wrapper._reducer.step_number)
         return clip_parts(gather, grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    @property
-    def steps_after_this_forward(self) -> bool:
-        """Whether gradients are averaged after the wrapper's last forward."""
-        return self._wrapper.require_forward_param_sync
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        """The hook that torch's join context calls on a rank without inputs."""
-        return _ShardedJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the collectives of torch's join context."""
-        return self._wrapper.join_device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group for the collectives of torch's join context."""
-        return self._group.process_group
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the full state on one rank, where ``state_dict`` returns it until the next step.
@@ -267,26 +237,6 @@ class ShardedOptimizer(Optimizer, Joinable):
                 "the wrapper has moved to another process group, but the state is split over the old one: "
                 "consolidate the state before the move, and load it into a new optimizer after it"
             )
-
-
-class _ShardedJoinHook(JoinHook):
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
-        super().__init__()
-
-    def main_hook(self) -> None:
-        if self._optimizer.steps_after_this_forward:
-            self._optimizer.step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
-        disable_join(self._optimizer)
-
-
-def _trainable(wrapper: DistributedDataParallel) -> list[Parameter]:
-    """Parameters that require a gradient, without the ignored ones, which may differ between ranks."""
-    ignored = wrapper.parameters_to_ignore
-    named = wrapper.module.named_parameters()
-    return [each for name, each in named if each.requires_grad and name not in ignored]
 
 
 def _copy_options(source: Optimizer, target: Optimizer) -> None:
