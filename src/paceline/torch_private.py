@@ -617,7 +617,7 @@ ATTRIBUTES = (
     PrivateAttribute(
         "torch.distributed.algorithms.join.Joinable",
         "_join_config",
-        "ddp/wrapper.py optim/sharded_optimizer.py",
+        "ddp/wrapper.py optim/wrapped_optimizer.py",
         "says in each forward whether a join is active; without it join has no effect",
     ),
     PrivateAttribute(

@@ -16,7 +16,7 @@ from paceline.ddp.buckets.cut import assign_owners
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import OptionError, ShardError, UnsupportedError
 from paceline.optim.clipping import clip_parts
-from paceline.optim.host_parameters import Call, HostParameters, host_parameters_of
+from paceline.optim.host_parameters import HostCall, HostParameters, host_parameters_of
 from paceline.optim.part_state import PartKey, cut, joined
 from paceline.optim.scaler_check import ScalerCheck
 from paceline.optim.wrapped_optimizer import WrappedOptimizer, check_wrapper, trainable
@@ -76,7 +76,7 @@ class HostOptimizer(WrappedOptimizer):
         self._wrapper = wrapper
         self._is_elementwise = optimizer_class in ELEMENTWISE
         self._is_in_place = optimizer_class in IN_PLACE
-        self._scaler_check = ScalerCheck(partial(self._parameters.exchange, Call.UNSCALE))
+        self._scaler_check = ScalerCheck(partial(self._parameters.exchange, HostCall.UNSCALE))
         self._groups: list[list[Tensor]] = []
         self._names: list[dict[str, Any]] = []
         self._keys: dict[Tensor, PartKey] = {}
@@ -170,7 +170,7 @@ class HostOptimizer(WrappedOptimizer):
         """
         grads = [part.grad for part in self._keys if part.grad is not None]
         return clip_parts(
-            lambda own: self._parameters.exchange(Call.CLIP, own.item()),
+            lambda own: self._parameters.exchange(HostCall.CLIP, own.item()),
             grads,
             max_norm,
             norm_type,
@@ -206,7 +206,7 @@ class HostOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, of this class or of the plain optimizer; every rank calls this."""
         _check_loaded(state_dict, self._groups)
-        self._parameters.exchange(Call.LOAD)  # others may still read the state as it was
+        self._parameters.exchange(HostCall.LOAD)  # others may still read the state as it was
         error = None
         with self._without_scaler_check():
             try:
@@ -215,7 +215,7 @@ class HostOptimizer(WrappedOptimizer):
                 error = raised
             if self._state is not None:
                 self._state.forget()
-        failed = self._parameters.exchange(Call.LOAD, error is not None).any()
+        failed = self._parameters.exchange(HostCall.LOAD, error is not None).any()
         if error is not None:
             raise error
         if failed:

@@ -29,7 +29,7 @@ _ALIGNED = 256
 _TOLD = 3
 
 
-class Call(enum.IntEnum):
+class HostCall(enum.IntEnum):
     """What ranks do together; each tells the others which one it is in."""
 
     STEP = 0
@@ -42,13 +42,13 @@ class Call(enum.IntEnum):
 
 
 _CALLS = {
-    Call.STEP: "step()",
-    Call.STEP_END: "the end of step()",
-    Call.CLIP: "clip_grad_norm_()",
-    Call.WRITE: "writing() or load_state_dict() of the wrapper",
-    Call.LOAD: "load_state_dict()",
-    Call.MAKE: "the constructor or add_param_group()",
-    Call.UNSCALE: "a scaler",
+    HostCall.STEP: "step()",
+    HostCall.STEP_END: "the end of step()",
+    HostCall.CLIP: "clip_grad_norm_()",
+    HostCall.WRITE: "writing() or load_state_dict() of the wrapper",
+    HostCall.LOAD: "load_state_dict()",
+    HostCall.MAKE: "the constructor or add_param_group()",
+    HostCall.UNSCALE: "a scaler",
 }
 
 
@@ -131,7 +131,7 @@ class HostParameters:
 
     def check_equal(self, what: object) -> None:
         """Raise on every rank if ranks make different optimizers; all call this at once."""
-        self.exchange(Call.MAKE)
+        self.exchange(HostCall.MAKE)
         if self._group.size > 1 and len(set(map(repr, self._group.gather_objects(what)))) > 1:
             raise OptionError(
                 "ranks must make the same optimizer: the same class, and the same parameters in the same "
@@ -148,27 +148,27 @@ class HostParameters:
             return None
         memory = shared.open_memory(self._group, PLACE_BYTES * len(shared.ranks))
         state = PartState(shared, memory, moves=moves)
-        self.exchange(Call.MAKE)
+        self.exchange(HostCall.MAKE)
         return state
 
-    def exchange(self, call: Call, number: float = 0.0) -> Tensor:
+    def exchange(self, call: HostCall, number: float = 0.0) -> Tensor:
         """The numbers of all ranks; waits for all of them, and raises if they are in different calls."""
         group = self._group
-        told = torch.zeros(len(Call) + group.size, dtype=torch.float64)
+        told = torch.zeros(len(HostCall) + group.size, dtype=torch.float64)
         told[call] = 1
-        told[len(Call) + group.rank] = number
+        told[len(HostCall) + group.rank] = number
         if group.size > 1:
             with group.watch.waiting(Activity.UPDATE, self._reducer.step_number, then=Activity.OPTIMIZER):
                 told = group.all_reduce(told).wait(lambda: None)
         if told[call] != group.size:
-            found = [f"{int(told[each])} in {_CALLS[each]}" for each in Call if told[each]]
+            found = [f"{int(told[each])} in {_CALLS[each]}" for each in HostCall if told[each]]
             raise StepError(
                 f"ranks are in different calls of the optimizer: {', '.join(found)} (rank: "
                 f"{group.global_rank}, in {_CALLS[call]}, step: {self._reducer.step_number})"
             )
-        numbers = told[len(Call) :]
+        numbers = told[len(HostCall) :]
         # Other hosts have the same parts, and so the same numbers.
-        return numbers if call is not Call.CLIP or group.shared is None else numbers[group.shared.ranks]
+        return numbers if call is not HostCall.CLIP or group.shared is None else numbers[group.shared.ranks]
 
     @contextlib.contextmanager
     def updating(self, refusal: str = "") -> Iterator[None]:
@@ -204,7 +204,7 @@ class HostParameters:
             yield
             return
         is_first = self._group.shared is None or self._group.shared.rank == 0
-        self.exchange(Call.WRITE)
+        self.exchange(HostCall.WRITE)
         error: BaseException | None = None
         memories = [*map(self._tensor, range(len(self._whole)))]
         try:
@@ -246,7 +246,7 @@ class HostParameters:
         for parameter in self._whole:
             self._offsets.append(end)
             end += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
-        self.exchange(Call.MAKE)
+        self.exchange(HostCall.MAKE)
         try:
             self._memory = shared.open_memory(self._group, max(end, 1))
         except OSError as error:
@@ -255,7 +255,7 @@ class HostParameters:
         if shared.rank == 0:
             for tensor, parameter in zip(tensors, self._whole, strict=True):
                 tensor.copy_(parameter.detach())
-        self.exchange(Call.MAKE)
+        self.exchange(HostCall.MAKE)
         for tensor, parameter in zip(tensors, self._whole, strict=True):
             self._writes.share(parameter, tensor)
         libc.release_freed()  # the memory that the parameters had
@@ -264,7 +264,7 @@ class HostParameters:
         """Wait for all ranks; raise on all of them if some rank cannot step, or has written to parameters."""
         found = self._writes.found(only_moved=self._memory is None).items()
         written = "; ".join([f"{self._slots[slot].name!r} {words}" for slot, words in found][:_TOLD])
-        if not self.exchange(Call.STEP, bool(written or refusal)).any():
+        if not self.exchange(HostCall.STEP, bool(written or refusal)).any():
             return
         told = (written, refusal)
         everyone = self._group.gather_objects(told) if self._group.size > 1 else [told]
@@ -282,7 +282,7 @@ class HostParameters:
 
     def _raise_if_any(self, error: BaseException | None) -> None:
         """Wait for all ranks; raise on all of them if one has an error."""
-        if not self.exchange(Call.WRITE, error is not None).any():
+        if not self.exchange(HostCall.WRITE, error is not None).any():
             return
         told = self._tell("" if error is None else describe_error(error))
         if error is not None:
@@ -298,7 +298,7 @@ class HostParameters:
     def _end_update(self, error: BaseException | None) -> None:
         half = "so parameters of this host are updated in part: load a checkpoint"
         try:
-            failed = self.exchange(Call.STEP_END, error is not None).any()
+            failed = self.exchange(HostCall.STEP_END, error is not None).any()
         except (RuntimeError, OSError) as lost:
             self._broken = f"the optimizer's step was not finished, {half} ({lost})"
             raise StepError(self._broken) from (error or lost)
