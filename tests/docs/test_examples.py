@@ -39,6 +39,10 @@ CLAIMS = {
         r"\[1\] process \d+ did 2[78] of 40 steps",
         r"\[0\] sha256 [0-9a-f]{64}",
     ],
+    "one_copy": [
+        r"\[0\] state on this rank: 2\.4 MB with AdamW, 1\.2 MB with parts",
+        r"\[0\] the same parameters: True",
+    ],
     "plain_loop": [
         r"\[0\] test accuracy 9\d\.\d% on 403 points, put together from 2 ranks",
         r"\[0\] build/plain_loop\.pt in one process: 0 of 403 answers differ",
