@@ -82,8 +82,8 @@ class HostOptimizer(WrappedOptimizer):
         self._keys: dict[Tensor, PartKey] = {}
         self._starts: dict[Tensor, list[tuple[int, Tensor]]] = {}
         self._published: list[Any] = []
+        self._check_equal(optimizer_class, given.param_groups)
         groups = [self._take(group) for group in given.param_groups]
-        self._parameters.check_equal(self._description(optimizer_class))
         Joinable.__init__(self)
         Optimizer.__init__(self, groups, defaults)
         self._local = optimizer_class([{**group} for group in groups], **defaults)
@@ -124,8 +124,8 @@ class HostOptimizer(WrappedOptimizer):
         if twice := [each for each in given.param_groups[0]["params"] if each in self._starts]:
             names = [self._parts.name_of(each) for each in twice]
             raise OptionError(f"parameters are in another group already ({', '.join(names)})")
+        self._check_equal(type(self._local), given.param_groups)
         group = self._take(given.param_groups[0])
-        self._parameters.check_equal(self._description(type(self._local)))
         with self._without_scaler_check():
             self._local.add_param_group(group)
 
@@ -272,10 +272,11 @@ class HostOptimizer(WrappedOptimizer):
         self._memory = {part: part.detach() for part in self._keys}
         return {**group_options(group), "params": parts}
 
-    def _description(self, optimizer_class: type[Optimizer]) -> tuple[str, list[list[str]]]:
-        """What must be equal on all ranks."""
+    def _check_equal(self, optimizer_class: type[Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+        """Raise on all ranks, before anything is changed, if they would not add the same groups."""
         name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-        return name, [[self._parts.name_of(each) for each in group] for group in self._groups]
+        names = [[self._parts.name_of(each) for each in group["params"]] for group in groups]
+        self._parameters.check_equal((name, names))
 
     @contextlib.contextmanager
     def _without_scaler_check(self) -> Iterator[None]:

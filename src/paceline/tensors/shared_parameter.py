@@ -124,7 +124,7 @@ class SharedParameter(Parameter):
         _data.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        copied = memo[id(self)] = memo.get(id(self)) or _plain(self, copies=True)
+        memo[id(self)] = copied = _plain(self, copies=True)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -316,6 +316,20 @@ def test_ranks_compare_what_they_make(pair: RankPool, how: str) -> None:
     pair.run(different, how)
 
 
+def adds_another(rank: int) -> None:
+    ddp = wrapped()
+    host = HostOptimizer(ddp, torch.optim.SGD, [ddp.module.first.weight, ddp.module.first.bias], lr=0.1)
+    with pytest.raises(OptionError, match="ranks must make the same optimizer"):
+        host.add_param_group({"params": [ddp.module.cut.weight if rank else ddp.module.cut.bias]})
+    assert len(host.state_dict()["param_groups"]) == 1
+    host.add_param_group({"params": [ddp.module.cut.weight, ddp.module.cut.bias]})
+    train(ddp, host, rank, range(2))
+
+
+def test_groups_that_differ_between_ranks_change_nothing(pair: RankPool) -> None:
+    pair.run(adds_another)
+
+
 def made_and_dropped(rank: int) -> None:
     references = []
     for _ in range(3):

@@ -25,7 +25,7 @@ from paceline.tools.bench.collective_times import (
 )
 from paceline.tools.bench.held_memory import MemoryCase, held_memory
 from paceline.tools.bench.measure import Size, machine, size
-from paceline.tools.bench.models import ADAMW, MODELS, BenchModel
+from paceline.tools.bench.models import ADAMW, MODELS, SGD, BenchModel, OptimizerKind
 from paceline.tools.bench.plots import check_plot_file, save_plot
 from paceline.tools.bench.sides import HOST, PLAIN, SHARDED, TORCH, Side
 from paceline.tools.bench.step_times import StepResult, TimeBudget, time_steps
@@ -228,33 +228,31 @@ def _measure_all_reduces(options: BenchOptions, measured: Measurements) -> Itera
 
 
 def _measure_steps(model: BenchModel, options: BenchOptions, measured: Measurements) -> results.ResultGroup:
-    _say(f"timing steps of {model.what}")
-    result = time_steps(
-        model,
-        COMPARED_SIDES,
-        QUICK_BUDGET if options.quick else BUDGET,
-        world=options.ranks,
-        threads=options.threads,
-        timeout=options.timeout,
-    )
+    result = _time_steps(model, COMPARED_SIDES, SGD, options)
     measured.steps.append(result)
     measured.groups.append(results.step_results(result))
     return measured.groups[-1]
 
 
-def _measure_optimizers(
-    model: BenchModel, options: BenchOptions, measured: Measurements
-) -> results.ResultGroup:
-    _say(f"timing steps of {model.what} with {ADAMW}")
-    result = time_steps(
+def _time_steps(
+    model: BenchModel, sides: Sequence[Side], kind: OptimizerKind, options: BenchOptions
+) -> StepResult:
+    _say(f"timing steps of {model.what}{'' if kind == SGD else f' with {kind}'}")
+    return time_steps(
         model,
-        CHOICE_SIDES,
+        sides,
         QUICK_BUDGET if options.quick else BUDGET,
         world=options.ranks,
         threads=options.threads,
         timeout=options.timeout,
-        kind=ADAMW,
+        kind=kind,
     )
+
+
+def _measure_optimizers(
+    model: BenchModel, options: BenchOptions, measured: Measurements
+) -> results.ResultGroup:
+    result = _time_steps(model, CHOICE_SIDES, ADAMW, options)
     taken = [side for side in CHOICE_SIDES if str(side) not in result.refused]
     memory = {side: _peak_memory(model, side, options) for side in taken}
     measured.steps.append(replace(result, what=f"{result.what} with {ADAMW}"))
