@@ -20,7 +20,9 @@ import importlib
 import inspect
 import re
 import sys
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
@@ -520,19 +522,50 @@ def autograd_context_id() -> int:
 _LoaderIterator: Any = _find("torch.utils.data.dataloader._BaseDataLoaderIter", None)
 
 
-def after_each_batch(call: Callable[[Any], object]) -> None:
-    """Call a function with a loader's iterator after each batch that it gives; never without the name."""
+def after_each_batch(call: Callable[[Any, int], object]) -> None:
+    """Call a function after each batch that a loader gives; never without the name.
+
+    Args:
+        call: takes the loader's iterator, and when it was asked for the batch (nanoseconds of the monotonic
+            clock). The first batch is asked for when the iterator is made, which may start processes.
+    """
     if _LoaderIterator is None:
         return
-    give = _LoaderIterator.__next__
+    make, give = _LoaderIterator.__init__, _LoaderIterator.__next__
+    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def note_and_make(self: Any, *arguments: Any, **options: Any) -> None:
+        made[self] = time.monotonic_ns()
+        make(self, *arguments, **options)
 
     @functools.wraps(give)
     def give_and_call(self: Any) -> Any:
+        asked = made.pop(self, None) or time.monotonic_ns()
         batch = give(self)
-        call(self)
+        call(self, asked)
         return batch
 
+    _LoaderIterator.__init__ = note_and_make
     _LoaderIterator.__next__ = give_and_call
+
+
+_save: Any = _find("torch.serialization._save", None)
+
+
+def after_each_save(call: Callable[[int], object]) -> None:
+    """Call a function after each ``torch.save``, with when it began (as above); never without the name."""
+    if _save is None:
+        return
+
+    @functools.wraps(_save)
+    def save_and_call(*arguments: Any, **options: Any) -> Any:
+        began = time.monotonic_ns()
+        result = _save(*arguments, **options)
+        call(began)
+        return result
+
+    torch.serialization._save = save_and_call
 
 
 def sampler_iterator_of(loader_iterator: Any) -> object:

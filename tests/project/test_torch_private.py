@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).parents[2] / "src/paceline"
 # Private names of other packages.
 NOT_TORCHS = {
     "_config": "multiprocessing.Process",
+    "_current_exceptions": "sys",
     "_current_frames": "sys",
     "_exit": "os",
     "_run_module_as_main": "runpy",

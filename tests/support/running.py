@@ -16,6 +16,22 @@ forkserver.PRELOADED = (*forkserver.PRELOADED, "paceline.tools.main")
 
 MARK = "PACELINE_TEST_FOLDER"
 TIMEOUT = 40.0
+# A program that exits while a thread of gloo has the only reference to a collective. The thread needs the
+# interpreter once for each tensor, and the loop leaves it none.
+EXITS_AT_ONCE = """
+import sys, time
+import torch
+from torch import distributed
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+tensors = [torch.ones(1) for _ in range(2000)]
+sys.setswitchinterval(100)
+distributed.group.WORLD.allreduce_coalesced(tensors)
+until = time.monotonic() + 0.2
+while time.monotonic() < until:
+    pass
+print("paceline" in sys.modules)
+"""
 
 
 @dataclass(frozen=True)

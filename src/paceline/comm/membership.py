@@ -52,13 +52,14 @@ class Membership:
         lost_after: after how many seconds the launcher takes a rank for lost that others wait for.
 
     Attributes:
+        lost_after: the same.
         roster: that of the generation whose group is open; None before the first one.
     """
 
     def __init__(self, member: str, *, lost_after: float) -> None:
         self.member = member
         self.roster: Roster | None = None
-        self._lost_after = lost_after
+        self.lost_after = lost_after
         self._connection: Any = None
         self._backend = ""
         self._timeout: timedelta | None = None
@@ -125,7 +126,7 @@ class Membership:
     @property
     def _default_timeout(self) -> timedelta:
         """The launcher ends a rank that others wait for, but a host that is cut off closes no connection."""
-        return timedelta(seconds=max(_LEAST_TIMEOUT, 4 * self._lost_after))
+        return timedelta(seconds=max(_LEAST_TIMEOUT, 4 * self.lost_after))
 
     def check_current(self) -> None:
         """Raise if the others have gone on in a new generation, while this rank waits in an old group."""
@@ -152,7 +153,7 @@ class Membership:
 
     def is_rank_lost(self) -> bool:
         """Whether the launcher begins a new generation; waits until it has had time to see a reason."""
-        left = self._lost_after + _GRACE_SECONDS
+        left = self.lost_after + _GRACE_SECONDS
         while self._newer(self.roster) is None:
             if left <= 0:
                 return False

@@ -6,6 +6,7 @@ import paceline
 from paceline.tools.audit.command import audit
 from paceline.tools.bench.command import bench
 from paceline.tools.doctor.command import doctor
+from paceline.tools.plan.command import plan
 from paceline.tools.report.command import report
 from paceline.tools.run.command import run
 
@@ -16,5 +17,5 @@ def main() -> None:
     """Train PyTorch models on several ranks, and see where the time goes."""
 
 
-for command in (run, report, doctor, bench, audit):
+for command in (run, report, plan, doctor, bench, audit):
     main.add_command(command)

@@ -195,13 +195,17 @@ class Peers:
         return not self.is_known or self.is_spread
 
     def _fetch_addresses(self) -> None:
-        unknown = [rank for rank in self.ranks if rank not in self._addresses]
-        if not self._clone.check([_page_key(rank) for rank in unknown]):
-            if time.monotonic() > self._wanted_until:
-                return
-            unknown = [rank for rank in unknown if self._clone.check([_page_key(rank)])]
-        for rank in unknown:
-            self._meet(PageAddress(**json.loads(self._clone.get(_page_key(rank)))))
+        keys = [_page_key(rank) for rank in self.ranks if rank not in self._addresses]
+        is_wanted = time.monotonic() <= self._wanted_until
+        for text in self._texts(keys, or_some=is_wanted).values():
+            self._meet(PageAddress(**json.loads(text)))
+
+    def _texts(self, keys: Sequence[str], *, or_some: bool) -> dict[str, bytes]:
+        """What the store has for all keys; if some are missing, what it has for the others, or nothing."""
+        # In two questions: one per key, on every rank, would be a million with a thousand ranks.
+        if not self._clone.check([*keys]):
+            keys = [key for key in keys if or_some and self._clone.check([key])]
+        return dict(zip(keys, self._clone.multi_get([*keys]), strict=True)) if keys else {}
 
     def _meet(self, address: PageAddress) -> None:
         if self._is_here(address):
@@ -236,15 +240,13 @@ class Peers:
         self._clone.set(_host_key(self._own.host), json.dumps(word))
 
     def _fetch_words(self) -> None:
-        hosts = {address.host for rank, address in self._addresses.items() if rank not in self._readers}
-        for host in hosts - {self._own.host}:
-            key = _host_key(host)
-            if not self._clone.check([key]):
-                continue
-            word = json.loads(self._clone.get(key))
-            known = self._words.get(host)
+        away = [address for rank, address in self._addresses.items() if rank not in self._readers]
+        hosts = {_host_key(each.host): each.host for each in away if each.host != self._own.host}
+        for key, text in self._texts([*hosts], or_some=True).items():
+            word = json.loads(text)
+            known = self._words.get(hosts[key])
             if known is None or (known[1]["number"], known[1]["by"]) != (word["number"], word["by"]):
-                self._words[host] = (time.monotonic(), word)
+                self._words[hosts[key]] = (time.monotonic(), word)
 
 
 def _facts(page: PageContent) -> ProcessFacts | None:

@@ -60,10 +60,19 @@ class Activity(enum.IntEnum):
     """Waits for a bucket, or for the step report."""
     UPDATE = enum.auto()
     """Waits before or after an update of parameters that ranks share."""
+    OUTER = enum.auto()
+    """Waits in an outer step for the rank that talks to the other hosts."""
+    TUNING = enum.auto()
+    """Decides for the hook "auto" after a step, and measures links for it."""
 
 
 # A rank that does one of these for long waits for other ranks.
-WAITING = frozenset({Activity.WRAPPING, Activity.BUFFERS, Activity.INPUTS, Activity.BUCKET, Activity.UPDATE})
+WAITING = frozenset(
+    {
+        *(Activity.WRAPPING, Activity.BUFFERS, Activity.INPUTS, Activity.BUCKET, Activity.UPDATE),
+        *(Activity.OUTER, Activity.TUNING),
+    }
+)
 
 
 class Moment(enum.IntEnum):

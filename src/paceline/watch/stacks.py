@@ -29,8 +29,11 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 # A stack is written within milliseconds, also on a busy machine.
 _ANSWER_SECONDS, _LOOK_SECONDS = 0.5, 0.02
-# Files whose lines are not the user's.
-_LIBRARIES = re.compile(r"^<frozen |/site-packages/|/dist-packages/|/lib/python\d")
+# Files whose lines are not the user's. Those in angle brackets are no files: libraries run made-up code, as
+# dataclasses do. What is typed into Python or IPython is the user's.
+_LIBRARIES = re.compile(
+    r"^<(?!stdin>|python-input-|ipython-input-)|/site-packages/|/dist-packages/|/lib/python\d"
+)
 _OURS = str(Path(__file__).parents[1]) + "/"
 _TORCH = str(Path(getattr(find_spec("torch"), "origin", None) or "/torch/none").parent) + "/"
 

@@ -11,6 +11,10 @@ from paceline.watch.rank_page import WAITING, Activity, Doing, Told
 from paceline.watch.stacks import CodeLine
 
 _NAMES_SHOWN = 4
+# In these a rank works too, so one that cannot run keeps the others waiting.
+_WORKS_IN = frozenset({Activity.WRAPPING, Activity.TUNING})
+_CANNOT_RUN = frozenset({ProcessState.STOPPED, ProcessState.TRACED, ProcessState.HOLDS_LOCK})
+_GONE = frozenset({ProcessState.ENDED, ProcessState.SILENT})
 # Lines are taken once per second.
 _OLD_SECONDS = 1.5
 _STEPS_KEPT = 31
@@ -76,7 +80,9 @@ class RankStatus:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for other ranks."""
-        return self.activity in WAITING and self.state not in (ProcessState.ENDED, ProcessState.SILENT)
+        if self.activity in _WORKS_IN and self.state in _CANNOT_RUN:
+            return False
+        return self.activity in WAITING and self.state not in _GONE
 
     @property
     def is_gone(self) -> bool:
@@ -140,6 +146,10 @@ def describe_awaited(doing: Doing, names: Sequence[str] = ()) -> str:
             return f"the module buffers of step {doing.step}"
         case Activity.UPDATE:
             return f"the other ranks to come to the optimizer before step {doing.step}"
+        case Activity.OUTER:
+            return f"the other ranks of this host to come to the outer step before step {doing.step}"
+        case Activity.TUNING:
+            return f"the other ranks to measure links for the hook auto before step {doing.step}"
         case Activity.INPUTS:
             return "the other ranks to say whether they have inputs (join)"
         case _:

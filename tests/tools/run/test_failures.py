@@ -4,7 +4,9 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.ddp import wrapper
 from paceline.tools.run.failures import RankFailure, in_lines, summarise, was_stopped
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by"
@@ -55,6 +57,22 @@ def test_among_secondary_failures_the_earliest_comes_first() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("failed", "ended_before", "last_line"),
+    [
+        (peer(0, 1.0), [1, 2], "ranks 1, 2 had ended before, with exit code 0"),
+        (peer(0, 1.0), [], "PeerError: seen by 0"),
+        (failure(0, 1.0), [1], "ValueError: "),
+    ],
+    ids=["because others ended", "nobody knows why", "by itself"],
+)
+def test_on_one_host_ranks_that_ended_before_are_named(
+    failed: RankFailure, ended_before: list[int], last_line: str
+) -> None:
+    summary = str(summarise([failed], ended_before=ended_before, is_one_host=True))
+    assert summary.splitlines()[-1].strip() == last_line.strip()
+
+
 def test_without_failures_there_is_no_summary() -> None:
     assert summarise([]) is None
 
@@ -83,8 +101,13 @@ def test_secondary_failures_of_one_type_share_a_line() -> None:
     ]
 
 
-def test_an_interrupted_rank_is_told_by_its_place_in_the_program() -> None:
-    trace = 'File "train.py", line 3, in step\nFile "/x/lib/python3.11/threading.py", line 9, in wait\n'
+@pytest.mark.parametrize(
+    "library",
+    ["/x/lib/python3.11/threading.py", torch.__file__, wrapper.__file__],
+    ids=["python", "torch", "ours"],
+)
+def test_an_interrupted_rank_is_told_by_its_place_in_the_program(library: str) -> None:
+    trace = f'File "train.py", line 3, in step\nFile "{library}", line 9, in wait\n'
     assert in_lines([failure(0, 1.0, "KeyboardInterrupt", trace=trace, was_stopped=True)]) == [
         "rank 0: interrupted at train.py:3 in step"
     ]

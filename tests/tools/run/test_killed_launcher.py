@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from left_processes import is_running
 from running import Ran, in_rank, marked, paceline, script
 
 from paceline.testing import run_ranks
 from paceline.tools.run import agent
-from paceline.tools.run.processes import read_process
 from paceline.tools.run.stalls import Stall
 
 SECONDS = 60.0
@@ -36,10 +36,6 @@ print("up")
 os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(600)
 """
-
-
-def is_running(pid: int) -> bool:
-    return (process := read_process(pid)) is not None and process.state not in "ZX"
 
 
 def killed(_: int, folder: Path, text: str) -> tuple[int, list[str], list[int]]:

@@ -30,7 +30,8 @@ class Pieces(io.StringIO):
 
 
 def progress(step: int) -> RunProgress:
-    return RunProgress(step, 12.5, 800.0, "rows", 0.25, SlowestRank(1, 0.004, "backward"))
+    slowest = SlowestRank(1, 0.004, "backward")
+    return RunProgress(step, 12.5, 0.0, 800.0, "rows", 0.25, buckets=2, slowest=slowest)
 
 
 SILENT = StatusLine(Destination(io.StringIO()), lambda: None, lambda: 80)
@@ -169,7 +170,7 @@ def test_elsewhere_the_status_is_a_line_now_and_then(monkeypatch: pytest.MonkeyP
         told.append(status.due())
     line = (
         "paceline: step {}, 12.5 steps/s, 800 rows/s, 25% of communication overlapped, "
-        "rank 1 slowest by 4 ms, in backward"
+        "rank 1 slowest by 4.00 ms, in backward"
     )
     assert told == [None, None, line.format(30), None]
     assert status.last() == line.format(99)

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,29 @@ def test_a_rank_that_was_killed_before_the_others_were_stopped_was_not_stopped(t
     news.tell()
     found = {each.rank: (each.exit_code, each.was_stopped) for each in processes.failures()}
     assert found == {0: (-signal.SIGTERM, True), 1: (-signal.SIGKILL, False)}
+
+
+def test_only_ranks_that_ended_before_they_were_asked_to_had_ended_before(tmp_path: Path) -> None:
+    news: Any = LateNews()
+    processes = RankProcesses(news, lambda: tmp_path, owns_all_children=False)
+    is_up = tmp_path / "up"
+    commands = ["exit 0", "exit 3", f"trap 'exit 0' TERM; touch {is_up}; while true; do sleep 0.1; done"]
+    ranks = {
+        rank: subprocess.Popen(["sh", "-c", command], start_new_session=True)
+        for rank, command in enumerate(commands)
+    }
+    processes.started(ranks)
+    ranks[0].wait()
+    ranks[1].wait()
+    while not is_up.exists():
+        time.sleep(0.01)
+    processes.asked_to_stop()
+    processes.stop()
+    assert ranks[2].wait() == 0
+    news.tell()
+    summary = processes.summary(is_one_host=True)
+    assert summary is not None
+    assert (summary.root_cause.rank, summary.ended_before) == (1, (0,))
 
 
 def test_the_session_of_a_rank_that_has_ended_is_forgotten(tmp_path: Path) -> None:

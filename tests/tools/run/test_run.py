@@ -1,6 +1,7 @@
 """``paceline run`` with scripts that do well and scripts that do not."""
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import paceline, script
+from left_processes import is_running
+from running import EXITS_AT_ONCE, paceline, script
 
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run import agent
@@ -18,13 +20,6 @@ from paceline.tools.run.worker import FOLDER
 CORES = len(os.sched_getaffinity(0))
 FIRST = "if os.environ['RANK'] == '1':"
 PRELUDE = "import os, signal, subprocess, sys, time\n"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ranks_run_a_script_as_python_would(tmp_path: Path) -> None:
@@ -83,6 +78,14 @@ def test_a_rank_that_ends_badly_gives_its_exit_code(ends: str, code: int, words:
     assert ran.left == []
 
 
+def test_a_rank_that_ended_early_is_named_when_others_miss_it(tmp_path: Path) -> None:
+    text = f"{PRELUDE}{FIRST}\n    sys.exit()\ntime.sleep(0.5)\n"
+    text += "raise RuntimeError('Connection closed by peer [127.0.0.1]:1')"
+    ran = paceline("run", script(tmp_path, text), folder=tmp_path)
+    assert ran.code == 1
+    assert ran.stderr.endswith("\nrank 1 had ended before, with exit code 0\n")
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -106,6 +109,10 @@ def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        ([], 2, "the following arguments are required: SCRIPT\n"),
+        (["--record", "a file", "."], 2, "there is a file of this name (--record: a file)"),
+        (["--checkpoint", "a file", "."], 2, "there is a file of this name (--checkpoint: a file)"),
+        (["--log-dir", "a file/logs", "."], 2, "Not a directory (--log-dir: a file/logs)"),
         (["missing.py"], 2, "there is no such script (script: missing.py"),
         (["-n", "0", "."], 2, "at least one rank is needed (ranks: 0)"),
         (["-n", "many", "."], 2, "many"),
@@ -116,9 +123,24 @@ def test_a_script_that_raises_at_import_is_shown_once(text: str, shown: str, tmp
         (["--no-python", "./missing"], 127, "could not be started"),
         (["-m", "missing_module"], 1, "No module named missing_module"),
     ],
-    ids=["script", "no ranks", "not a number", "patch", "filters", "redirects", "stall", "program", "module"],
+    ids=[
+        "nothing",
+        "record",
+        "checkpoint",
+        "log-dir",
+        "script",
+        "no ranks",
+        "not a number",
+        "patch",
+        "filters",
+        "redirects",
+        "stall",
+        "program",
+        "module",
+    ],
 )
 def test_what_cannot_be_run_is_said(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
     ran = paceline("run", *arguments, folder=tmp_path)
     assert (ran.code, ran.stdout, ran.left) == (code, "", [])
     assert words in ran.stderr
@@ -246,6 +268,17 @@ def test_ranks_are_started_again_and_both_attempts_told(tmp_path: Path) -> None:
     assert [(tmp_path / f"logs/rank-{rank}/stdout.1.log").read_text() for rank in (0, 1)] == ["1\n"] * 2
 
 
+def test_after_the_last_restart_the_failure_of_that_start_gives_the_exit_code(tmp_path: Path) -> None:
+    text = (
+        f"{PRELUDE}{FIRST}\n    sys.exit(3 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))\ntime.sleep(60)"
+    )
+    ran = paceline("run", "-n", "2", "--max-restarts", "2", script(tmp_path, text), folder=tmp_path)
+    assert re.findall(r"exited with code \d|left: \d", ran.stderr) == [
+        *("exited with code 3", "left: 1", "exited with code 4", "left: 0", "exited with code 5")
+    ]
+    assert (ran.code, ran.left) == (5, [])
+
+
 def test_a_script_spawns_and_forks_processes(tmp_path: Path) -> None:
     text = f"""{PRELUDE}
 import dataclasses
@@ -270,6 +303,24 @@ if __name__ == "__main__":
     assert (ran.code, ran.lines) == (0, ["[0] [Square(of=9)]", "[0] True", "[0] -15"])
 
 
+@pytest.mark.parametrize(
+    ("child", "words"),
+    [("raise ValueError('its own')", "ValueError: its own"), ("sys.exit('its words')", "its words")],
+    ids=["raises", "exits"],
+)
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_error_of_a_forked_child_is_shown_as_its_own(
+    code: int, child: str, words: str, tmp_path: Path
+) -> None:
+    text = f"{PRELUDE}if os.fork() == 0:\n    {child}\nos.wait()\nprint('goes on')\nos._exit({code})"
+    ran = paceline("run", "-n", "1", script(tmp_path, text), folder=tmp_path)
+    assert (ran.code, ran.lines) == (code, ["[0] goes on"])
+    assert f"[0] {words}\n" in ran.stderr
+    assert ran.stderr.count(words) == 1
+    assert "worker.py" not in ran.stderr
+    assert ("rank 0 exited with code 3" in ran.stderr) == (code == 3)
+
+
 def test_a_run_in_a_rank_of_another_leaves_that_ones_recording_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,3 +332,8 @@ def test_a_run_in_a_rank_of_another_leaves_that_ones_recording_alone(
     assert agent._record_folder(job, tmp_path) == tmp_path / "record"
     job.environment[FOLDER_VARIABLE] = "/asked for"
     assert agent._record_folder(job, tmp_path) == Path("/asked for")
+
+
+def test_a_rank_exits_after_torchs_threads_have_dropped_what_they_hold(tmp_path: Path) -> None:
+    ran = paceline("run", "-n", "2", script(tmp_path, EXITS_AT_ONCE), folder=tmp_path)
+    assert (ran.code, sorted(ran.lines)) == (0, ["[0] False", "[1] False"])

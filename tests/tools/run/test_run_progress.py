@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from recordings import Run, Slow, write
 
 from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
-from paceline.tools.run.progress import SlowestRank, progress, read_progress
+from paceline.tools.run.progress import RunProgress, SlowestRank, progress, read_progress, read_whole
 
 MS = 1_000_000
 
@@ -21,6 +22,7 @@ def row(step: int, *, late: int = 0, kind: StepKind = StepKind.ORDINARY, count: 
     cells[StepColumn.BACKWARD_START] = begin + 20 * MS
     cells[StepColumn.BACKWARD_END] = begin + (60 + late) * MS
     cells[len(StepColumn) + BucketColumn.LAUNCH] = begin + (40 + late) * MS
+    cells[len(StepColumn) + BucketColumn.REDUCED] = begin + (80 + late) * MS
     cells[StepColumn.ALL_REDUCED] = cells[StepColumn.END] = begin + (80 + late) * MS
     return cells
 
@@ -42,8 +44,45 @@ def test_the_figures_are_of_the_steps_that_all_ranks_have_ended() -> None:
     assert found.overlap == pytest.approx(0.5)
     assert found.slowest == SlowestRank(1, pytest.approx(0.007), "backward")
     assert str(found) == (
-        "step 9, 10 steps/s, 120 rows/s, 50% of communication overlapped, rank 1 slowest by 7 ms, in backward"
+        "step 9, 10 steps/s, 120 rows/s, 50% of communication overlapped, "
+        "rank 1 slowest by 7.00 ms, in backward"
     )
+
+
+def test_steps_and_units_are_rates_of_the_same_wall_time_and_pauses_have_a_share() -> None:
+    rows = [row(step, count=8) for step in range(21)]
+    for number, cells in enumerate(rows):  # 450 ms after every fifth step
+        for column in range(len(cells)):
+            if cells[column] > MS:
+                cells[column] += number // 5 * 450 * MS
+    found = progress([recording(0, rows)])
+    assert found is not None
+    assert found.units_per_second == pytest.approx(8 * found.steps_per_second)
+    assert (
+        str(found)
+        == "step 20, 5.26 steps/s, 42.1 rows/s, 46% of the time in pauses, 50% of communication overlapped"
+    )
+
+
+def test_rates_and_pauses_are_of_a_minute_and_at_the_end_of_the_whole_run(tmp_path: Path) -> None:
+    # Steps of 35.8 ms, with 50 pauses of a second early on, and 14 in the last minute.
+    early = Slow(0, 1000, 100, 150, "data")
+    late = Slow(0, 1000, 1100, 1120, "data")
+    write(Run(ranks=2, steps=2400, slow=[early, late], other_plan_from=1000), tmp_path)
+    live, whole = read_progress(tmp_path), read_whole(tmp_path)
+    assert live is not None
+    assert whole is not None
+    assert live.steps_per_second == pytest.approx(1294 / 60, rel=0.02)
+    assert live.paused == pytest.approx(14 / 60, abs=0.02)
+    assert whole.steps_per_second == pytest.approx(2400 / 156, rel=0.05)
+    assert whole.paused == pytest.approx(70 / 156, abs=0.02)
+    assert live.slowest is None
+
+
+def test_without_a_recording_there_is_nothing_at_the_end(tmp_path: Path) -> None:
+    assert read_whole(tmp_path) is None
+    write(Run(ranks=2, steps=0), tmp_path)
+    assert read_whole(tmp_path) is None
 
 
 def test_delays_where_module_buffers_are_synchronised_count_too() -> None:
@@ -95,6 +134,13 @@ def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
     found = progress([finished, recording(0, steps, wrapper=1), recording(0, [], wrapper=2)])
     assert found is not None
     assert (found.step, found.units_per_second) == (2, None)
+
+
+def test_many_steps_per_second_are_no_power_of_ten() -> None:
+    found = RunProgress(1200, 1012.3, 0.0, 40484.2, "rows", 0.0, buckets=1, slowest=None)
+    assert str(found) == (
+        "step 1,200, 1,012 steps/s, 40,484 rows/s, 0% of communication overlapped (one bucket)"
+    )
 
 
 def test_a_folder_without_recordings_gives_nothing(tmp_path: Path) -> None:

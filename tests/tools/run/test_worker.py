@@ -44,6 +44,80 @@ lock(mutex)
         assert rank.wait(SECONDS) == worker.EXIT_SIGTERM
 
 
+DROPS = """
+import time
+for time_ in range({times}):
+    try:
+        if time_ == 0:
+            print("up")
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+GOES_ON = """
+import atexit
+import time
+atexit.register(print, "exit handler")
+import drops
+time.sleep(60)
+"""
+DELETES = """
+import atexit
+import time
+atexit.register(print, "exit handler")
+class Slow:
+    def __del__(self):
+        print("up")
+        time.sleep(60)
+Slow()
+time.sleep(60)
+"""
+SAVES = """
+import time
+def save():
+    time.sleep(3)
+    print("saved")
+try:
+    import drops
+finally:
+    save()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "times", "printed"),
+    [
+        (GOES_ON, 1, "exit handler\n"),
+        (GOES_ON, 9, ""),
+        (DELETES, 0, "exit handler\n"),
+        (SAVES, 0, "saved\n"),
+    ],
+    ids=["an import once", "an import each time", "del", "nobody, while the script saves"],
+)
+def test_sigterm_ends_a_rank_whose_libraries_drop_the_exit(
+    text: str, times: int, printed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "drops.py").write_text(
+        DROPS.format(times=times) if times else "import time\nprint('up')\ntime.sleep(60)"
+    )
+    with start(tmp_path, text) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "up\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.communicate(timeout=SECONDS)[0] == printed
+        assert rank.returncode == worker.EXIT_SIGTERM
+
+
+def test_a_script_that_catches_sigterms_exit_may_save(tmp_path: Path) -> None:
+    text = "import time\ntry:\n    print('up')\n    time.sleep(60)\nexcept SystemExit:\n    pass\n"
+    with start(tmp_path, f"{text}time.sleep(2)\nprint('saved')") as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "up\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.communicate(timeout=SECONDS)[0] == "saved\n"
+        assert rank.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("raises", "kinds"),
     [

@@ -1,4 +1,6 @@
+import json
 import time
+from dataclasses import asdict
 
 import pytest
 from torch import distributed
@@ -52,3 +54,68 @@ def test_a_host_that_says_nothing_while_somebody_listens_is_silent(
     [status] = peers.statuses()
     assert status.state is ProcessState.SILENT
     assert status.is_gone
+
+
+class CountingStore:
+    """A store that counts questions, with the page and the word of each rank; each has its own host."""
+
+    def __init__(self, ranks: int) -> None:
+        word = json.dumps({"number": 1, "by": 0, "ranks": []})
+        self._texts = {f"paceline/page/{rank}": json.dumps(asdict(address(rank))) for rank in range(ranks)}
+        self._texts |= {f"paceline/host/host {rank}": word for rank in range(ranks)}
+        self.questions = 0
+
+    def clone(self) -> "CountingStore":
+        return self
+
+    def set(self, *_: str) -> None:
+        self.questions += 1
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return all(key in self._texts for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.questions += 1
+        return [self._texts[key].encode() for key in keys]
+
+    def forget(self, key: str) -> None:
+        del self._texts[key]
+
+
+@pytest.fixture
+def _only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no thread, and another rank speaks for the host."""
+    monkeypatch.setattr(module, "_talk_for", lambda _: None)
+    monkeypatch.setattr(Peers, "_speaks_for_host", lambda _: False)
+
+
+@pytest.mark.usefixtures("_only_reads")
+def test_pages_and_words_take_as_many_questions_with_any_number_of_ranks() -> None:
+    asked = []
+    for ranks in (2, 100):
+        store = CountingStore(ranks)
+        made = Peers(store, range(ranks), address(0))
+        made.ask(5.0)
+        made.talk()
+        assert made.is_known
+        assert len(made._words) == ranks - 1
+        asked.append(store.questions)
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.usefixtures("_only_reads")
+def test_a_rank_that_waits_hears_of_the_ranks_that_have_come() -> None:
+    store = CountingStore(4)
+    store.forget("paceline/page/2")
+    store.forget("paceline/host/host 3")
+    made = Peers(store, range(4), address(0))
+    made.talk()
+    assert {*made._addresses} == {0}
+    made.ask(5.0)
+    made.talk()
+    assert {*made._addresses} == {0, 1, 3}
+    assert {*made._words} == {"host 1"}

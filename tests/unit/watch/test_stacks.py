@@ -70,6 +70,10 @@ def test_the_users_line_is_the_innermost_outside_of_libraries() -> None:
     assert users_line([TORCH]) == TORCH
     assert users_line([]) is None
     assert not CodeLine(torch.__file__, 1, "f").is_users
+    assert not CodeLine("<string>", 0, "<module>").is_users
+    assert not CodeLine("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed").is_users
+    assert CodeLine("<stdin>", 1, "train").is_users
+    assert CodeLine("<ipython-input-3-7f2d>", 1, "train").is_users
     assert not CodeLine(stacks.__file__, 1, "f").is_users
 
 

@@ -58,6 +58,21 @@ def test_a_rank_that_waits_for_another_wrapper_waits_for_something_else() -> Non
     assert missing(other(1, Activity.BUCKET, bucket=2, wrapper=7)) == [1]
 
 
+@pytest.mark.parametrize("activity", [Activity.TUNING, Activity.WRAPPING])
+@pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.TRACED, ProcessState.SILENT])
+def test_a_rank_that_cannot_run_is_missing_where_ranks_work_while_they_wait(
+    activity: Activity, state: ProcessState
+) -> None:
+    doing = Doing(activity, wrapper=1, step=5)
+    [found] = missing_ranks(doing, [other(1, activity, state=state), other(2, activity)])
+    assert found.rank == 1
+    assert f"rank 1 is missing: it {state}" in describe_missing([found])
+
+
+def test_a_rank_that_is_stopped_while_it_waits_for_a_bucket_has_come() -> None:
+    assert missing(other(1, Activity.BUCKET, bucket=2, state=ProcessState.STOPPED)) == []
+
+
 def test_a_rank_that_has_ended_is_the_one_to_name() -> None:
     assert missing(other(1), other(2, state=ProcessState.ENDED)) == [2]
     assert missing(other(1), other(2, Activity.BUCKET, bucket=2, state=ProcessState.ENDED)) == [2]

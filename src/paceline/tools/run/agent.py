@@ -19,18 +19,18 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.recording.recorder import FOLDER_VARIABLE
 from paceline.tools.run.console import Destination, StatusLine
-from paceline.tools.run.failures import RankFailure, summarise
+from paceline.tools.run.failures import FailureSummary, RankFailure
 from paceline.tools.run.healer import Healer
 from paceline.tools.run.one_host import OneHostRendezvous, one_host_port
-from paceline.tools.run.progress import read_progress
+from paceline.tools.run.progress import read_progress, read_whole
 from paceline.tools.run.rank_output import OutputThread, RankLogs
 from paceline.tools.run.rank_processes import RankProcesses, child_subreaper
+from paceline.tools.run.rank_stores import RankStores
 from paceline.tools.run.run_watch import Watch
 from paceline.tools.run.stalls import find_stall
 from paceline.tools.run.worker import FOLDER
@@ -79,6 +79,7 @@ class JobResult:
     """How a job ended: the failed ranks, the signal that stopped it, or the agent's own error, if any."""
 
     failures: list[RankFailure]
+    summary: FailureSummary | None
     signal: signal.Signals | None
     error: Exception | None
 
@@ -109,6 +110,7 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
         lambda: read_progress(record),
         lambda: shutil.get_terminal_size().columns,
         lambda: find_stall(record),
+        lambda: read_whole(record),
     )
     output = OutputThread(status)
     logs = RankLogs(
@@ -153,7 +155,12 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
             error = raised
         processes.stop()
         output.finish()
-    return JobResult(processes.failures(), signals.received, error)
+    summary = processes.summary(is_one_host=_is_one_host(job))
+    return JobResult(processes.failures(), summary, signals.received, error)
+
+
+def _is_one_host(job: Job) -> bool:
+    return job.config.max_nodes == 1
 
 
 def _record_folder(job: Job, otherwise: Path) -> Path:
@@ -260,6 +267,7 @@ class Agent(LocalElasticAgent):
         self._processes = processes
         self._signals = signals
         self._say = say
+        self._is_one_host = _is_one_host(job)
         self._given_seconds = job.shutdown_seconds
         self._close_seconds = self._given_or(SECONDS_AFTER_FAILURE)
         self._watch = watch
@@ -310,7 +318,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
         self._processes.stop()
-        summary = summarise(self._processes.failures())
+        summary = self._processes.summary(is_one_host=self._is_one_host)
         # When hosts come or go, ranks are stopped though none has failed.
         if summary is not None and not summary.root_cause.was_stopped:
             self._say(f"{summary}\nstarting the ranks again (restarts left: {self._remaining_restarts})")
@@ -372,21 +380,15 @@ def _spec(job: Job) -> WorkerSpec:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    own_port = one_host_port(parameters)
-    address, port = _fixed_address(parameters) if own_port is None else (None, None)
     program, *arguments = job.command
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=registry.get_rendezvous_handler(parameters)
-        if own_port is None
-        else OneHostRendezvous(config.run_id, own_port),
+        rdzv_handler=_rendezvous(parameters),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=address,
-        master_port=port,
         local_addr=config.local_addr,
         event_log_handler=config.event_log_handler,
         numa_options=config.numa_options,
@@ -394,8 +396,11 @@ def _spec(job: Job) -> WorkerSpec:
     )
 
 
-def _fixed_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    """The address of a static rendezvous; otherwise the agents choose one."""
-    if parameters.backend != "static":
-        return None, None
-    return parse_rendezvous_endpoint(parameters.endpoint.strip(), default_port=-1)
+def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """How hosts meet; each start of the ranks has a store of its own."""
+    port = one_host_port(parameters)
+    if port is not None:
+        return OneHostRendezvous(parameters.run_id, port)
+    handler = registry.get_rendezvous_handler(parameters)
+    has_one_store = parameters.backend in ("c10d", "static") and handler.use_agent_store
+    return RankStores(handler) if has_one_store else handler

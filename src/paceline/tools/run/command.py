@@ -16,8 +16,9 @@ from paceline.comm.roster import LOST_AFTER_VARIABLE
 from paceline.recording.files import make_folder
 from paceline.recording.ledger import LEDGER_VARIABLE
 from paceline.recording.recorder import FOLDER_VARIABLE
-from paceline.tools.run import agent, worker
-from paceline.tools.run.failures import in_lines, summarise
+from paceline.tools.formatting import plural
+from paceline.tools.run import agent, patch_torch, worker
+from paceline.tools.run.failures import in_lines
 from paceline.tools.run.processes import guarded_folder
 from paceline.tools.run.rosters import HostError
 from paceline.tools.run.run_watch import StalledRunError, parse_stall
@@ -30,6 +31,10 @@ USAGE = (
     "%(prog)s [-n RANKS] [--heal] [--checkpoint DIR] [--patch] [--log-dir DIR] [--record DIR] "
     "[--stall kill:SECONDS] "
     "[torchrun's options] SCRIPT [ARGUMENT ...]"
+)
+NOTHING_PATCHED = (
+    "--patch had no effect: no DistributedDataParallel or DataParallel was made "
+    "in a process in which it replaces torch's"
 )
 ONE_HOST = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
 # torchrun's options that control output in ways that we do not have.
@@ -48,17 +53,16 @@ def run(arguments: tuple[str, ...]) -> None:
     options = parser.parse_args(arguments)
     try:
         job = _job(options)
-        if options.record:
-            make_folder(Path(options.record))
-        if options.checkpoint:
-            Path(options.checkpoint).mkdir(parents=True, exist_ok=True)
+        _make_folders(options.record, options.checkpoint, job.log_dir)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         parser.error(str(error))
     ranks = job.config.nproc_per_node
     if ranks > agent.available_cores():
-        _say(f"{ranks} ranks share {agent.available_cores()} cores: each gets one thread")
+        _say(f"{plural(ranks, 'rank')} share {plural(agent.available_cores(), 'core')}: each gets one thread")
     with guarded_folder(worker.FOLDER, job.shutdown_seconds) as folder:
         result = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
+        if options.patch and not any(folder.glob(f"*/{patch_torch.NOTE}")):
+            _say(NOTHING_PATCHED)
     exit_now(_report(result))
 
 
@@ -124,6 +128,11 @@ def ranks_parser() -> tuple[argparse.ArgumentParser, argparse._ArgumentGroup]:
         default=argparse.SUPPRESS,
         help=f"ranks on this host, same as --nproc-per-node (default: {DEFAULT_RANKS})",
     )
+    script, arguments = (
+        action for action in parser._actions if action.dest in ("training_script", "training_script_args")
+    )
+    # The words of our usage lines; in Python 3.11 torch's arguments of the script are required.
+    script.metavar, arguments.metavar, arguments.required = "SCRIPT", "ARGUMENT", False
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=DEFAULT_RANKS)
     if not any("--shutdown-timeout" in action.option_strings for action in parser._actions):
@@ -145,6 +154,8 @@ def _job(options: argparse.Namespace) -> agent.Job:
     environment = agent.rank_environment(ranks)
     if options.record:
         environment[FOLDER_VARIABLE] = str(Path(options.record).resolve())
+    if options.patch:
+        environment["PYTHONPATH"] = patch_torch.python_path(os.environ.get("PYTHONPATH", ""))
     environment |= _healing_environment(options)
     # torchrun's config_from_args warns and sets it to 1 if it is not set.
     os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
@@ -166,6 +177,20 @@ def _job(options: argparse.Namespace) -> agent.Job:
         spares=options.spares if options.heal else None,
         lost_after=options.lost_after,
     )
+
+
+def _make_folders(record: str | None, checkpoint: str | None, log_dir: Path | None) -> None:
+    """Make the folders that the options name, so that a wrong name is told before ranks start."""
+    given = {"--record": record, "--checkpoint": checkpoint, "--log-dir": log_dir}
+    for option, name in given.items():
+        if not name:
+            continue
+        folder = Path(name)
+        try:
+            make_folder(folder) if option == "--record" else folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = "there is a file of this name" if folder.is_file() else error.strerror
+            raise ValueError(f"the folder cannot be made: {reason} ({option}: {name})") from error
 
 
 def _healing_environment(options: argparse.Namespace) -> dict[str, str]:
@@ -200,16 +225,8 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
     if not options.module and not Path(target).exists():
         raise FileNotFoundError(f"there is no such script (script: {target}, current folder: {Path.cwd()})")
     python = os.environ.get("PYTHON_EXEC", sys.executable)
-    patch = ["--patch"] if options.patch else []
-    return (
-        python,
-        "-u",
-        worker.__file__,
-        *patch,
-        "--module" if options.module else "--script",
-        target,
-        *arguments,
-    )
+    kind = "--module" if options.module else "--script"
+    return python, "-u", worker.__file__, kind, target, *arguments
 
 
 def choose_rendezvous(options: argparse.Namespace) -> None:
@@ -224,7 +241,7 @@ def choose_rendezvous(options: argparse.Namespace) -> None:
 
 def _report(result: agent.JobResult) -> int:
     """Print how the job ended; the exit code."""
-    summary = summarise(result.failures)
+    summary = result.summary
     if result.signal is not None:
         has_cause = summary is not None and not summary.root_cause.is_secondary
         lines = [str(summary)] if has_cause else in_lines(result.failures)

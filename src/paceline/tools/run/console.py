@@ -18,6 +18,8 @@ COLOURS = (32, 34, 35, 36, 33, 31)
 ERASE_LINE = "\r\x1b[K"
 # How often the status is updated, in seconds.
 ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0
+# Reading the progress takes at most one part in so many of the time.
+_LEAST_BREAK = 20
 
 
 class Destination:
@@ -124,6 +126,7 @@ class StatusLine:
     Args:
         destination: where it is shown.
         read_progress: reads the progress from the ranks' recordings; None if there is nothing to show.
+        read_whole: the same of the whole run, for its end.
         columns: the width of the terminal.
         find_stall: tells which rank others wait for, if they wait long.
 
@@ -137,7 +140,9 @@ class StatusLine:
         read_progress: Callable[[], RunProgress | None],
         columns: Callable[[], int],
         find_stall: FindStall = lambda: None,
+        read_whole: Callable[[], RunProgress | None] | None = None,
     ) -> None:
+        self._read_whole = read_whole or read_progress
         self._find_stall = find_stall
         self._stalled_since: float | None = None
         self.destination = destination
@@ -161,7 +166,10 @@ class StatusLine:
         if (stall := self._find_stall()) is not None:
             return self._show_stall(stall, now)
         self._stalled_since = None
-        return self._update(self._read_progress())
+        progress = self._read_progress()
+        # Ranks need the cores: what takes long, because there are many steps, is done less often.
+        self._next = max(self._next, now + _LEAST_BREAK * (time.monotonic() - now))
+        return self._update(progress)
 
     def _show_stall(self, stall: Stall, now: float) -> str | None:
         """A stall is in the status line of a terminal; elsewhere it is told once."""
@@ -178,7 +186,7 @@ class StatusLine:
         """What is shown at the end, to stay."""
         if self.destination.is_terminal:
             self._progress = None  # what was shown has been erased
-        return self._update(self._read_progress())
+        return self._update(self._read_whole())
 
     def _update(self, progress: RunProgress | None) -> str | None:
         if progress is None or progress == self._progress:

@@ -10,10 +10,11 @@ from typing import Any
 
 from paceline.tools.run.worker import EXIT_SIGINT, EXIT_SIGTERM
 from paceline.watch.error_words import CONSEQUENCES, LOST_CONNECTION
+from paceline.watch.stacks import CodeLine, users_line
 
 # Errors that mean that another rank is missing. By name, because they were raised in another process.
 PEER_ERRORS = frozenset(f"paceline.errors.{name}" for name in CONSEQUENCES)
-LIBRARY_FILE = re.compile(r"^<frozen |/site-packages/|/lib/python\d")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 LONGEST_LINE = 200
 ROOT_CAUSE_ELSEWHERE = "a rank that is not listed here caused these failures: it may be on another host"
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -81,13 +82,10 @@ def means_lost_rank(types: Sequence[str], message: str) -> bool:
 
 
 def _place(trace: str) -> str:
-    """The innermost place of a traceback, outside of libraries if possible."""
-    places = re.findall(r'File "([^"]+)", line (\d+)(?:, in (\S+))?', trace)
-    if not places:
-        return "an unknown place"
-    of_program = [place for place in places if not LIBRARY_FILE.search(place[0])]
-    file, line, function = (of_program or places)[-1]
-    return f"{file}:{line}" + (f" in {function}" if function else "")
+    """The user's innermost line of a traceback; a library's if there is no other."""
+    stack = [CodeLine(file, int(line), function) for file, line, function in _FRAME.findall(trace)]
+    line = users_line(stack[::-1])
+    return "an unknown place" if line is None else str(line)
 
 
 def describe_exit(exit_code: int) -> str:
@@ -105,15 +103,26 @@ def describe_exit(exit_code: int) -> str:
 
 @dataclass(frozen=True)
 class FailureSummary:
-    """The root cause, other ranks with the same failure, and all other failures."""
+    """The root cause, other ranks with the same failure, and all other failures.
+
+    ``ended_before`` are ranks of this host that had ended with exit code 0 before the others were stopped.
+    """
 
     root_cause: RankFailure
     same: tuple[RankFailure, ...]
     others: tuple[RankFailure, ...]
+    ended_before: tuple[int, ...] = ()
+    is_one_host: bool = False
 
     def __str__(self) -> str:
         lines = [self._describe_root_cause(), *in_lines(self.others)]
-        return "\n".join([*lines, ROOT_CAUSE_ELSEWHERE] if self.root_cause.is_secondary else lines)
+        return "\n".join([*lines, *self._missing_cause()] if self.root_cause.is_secondary else lines)
+
+    def _missing_cause(self) -> list[str]:
+        """What has caused failures that all follow from the loss of a rank that has not failed here."""
+        if self.ended_before:
+            return [f"{_name_ranks(self.ended_before)} had ended before, with exit code 0"]
+        return [] if self.is_one_host else [ROOT_CAUSE_ELSEWHERE]
 
     def _describe_root_cause(self) -> str:
         first, ranks = self.root_cause, [self.root_cause.rank, *map(_rank, self.same)]
@@ -123,7 +132,9 @@ class FailureSummary:
         return f"{heading}:\n{textwrap.indent(first.trace.rstrip(), '  ')}" if first.has_trace else heading
 
 
-def summarise(failures: Iterable[RankFailure]) -> FailureSummary | None:
+def summarise(
+    failures: Iterable[RankFailure], *, ended_before: Iterable[int] = (), is_one_host: bool = False
+) -> FailureSummary | None:
     """Find the root cause: the earliest failure, but a secondary one only if there is no other kind."""
     ordered = sorted(failures, key=lambda failure: (failure.was_stopped, failure.is_secondary, failure.time))
     if not ordered:
@@ -131,7 +142,13 @@ def summarise(failures: Iterable[RankFailure]) -> FailureSummary | None:
     root_cause, *rest = ordered
     same = [each for each in rest if _identity(each) == _identity(root_cause) and not each.is_secondary]
     others = [each for each in rest if each not in same]
-    return FailureSummary(root_cause, tuple(sorted(same, key=_rank)), tuple(sorted(others, key=_rank)))
+    return FailureSummary(
+        root_cause,
+        tuple(sorted(same, key=_rank)),
+        tuple(sorted(others, key=_rank)),
+        tuple(ended_before),
+        is_one_host,
+    )
 
 
 def in_lines(failures: Iterable[RankFailure]) -> list[str]:

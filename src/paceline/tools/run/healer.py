@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from paceline.comm.meeting_store import connect
 from paceline.comm.roster import MEMBER_VARIABLE, here_key, stalled_key, stepped_key
+from paceline.tools.formatting import plural
 from paceline.tools.run.processes import STOPPED, read_process
 from paceline.tools.run.rank_processes import RankProcesses
 from paceline.tools.run.rosters import HostError, Rosters
@@ -152,7 +153,7 @@ class Healer:
         """End the spares."""
         self._spares.stop()
         if self._lost:
-            self._say(f"{self._lost} lost rank{'s' * (self._lost > 1)} in all")
+            self._say(f"{plural(self._lost, 'lost rank')} in all")
 
     def _code(self, local: int) -> int | None:
         """The exit code of a place's process; None if it lives, or another will come."""

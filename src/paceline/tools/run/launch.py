@@ -67,7 +67,6 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
     from torch.distributed.launcher.api import LaunchConfig
 
     from paceline.tools.run import agent, worker
-    from paceline.tools.run.failures import summarise
 
     config = LaunchConfig(
         min_nodes=1,
@@ -94,5 +93,5 @@ def _run(folder: Path, n: int, log_dir: Path | None) -> None:
         signal.raise_signal(result.signal)
     if result.error is not None:
         raise LaunchError(f"the ranks could not be started ({result.error})") from result.error
-    if (summary := summarise(result.failures)) is not None:
-        raise LaunchError(str(summary))
+    if result.summary is not None:
+        raise LaunchError(str(result.summary))

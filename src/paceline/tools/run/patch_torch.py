@@ -1,19 +1,24 @@
 """``paceline run --patch``: puts paceline's wrappers in place of torch's as soon as a program imports torch.
 
-It is run by its path and uses the standard library only until torch is imported: a program that never imports
-torch pays nothing, and variables that it sets before it imports torch have their effect.
+on_pythonpath/sitecustomize.py runs it by its path. It uses the standard library only until torch is imported:
+a program that never imports torch pays little, and variables that it sets before that have their effect.
 """
 
+import functools
 import importlib
 import importlib.util
-import runpy
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from multiprocessing import spawn
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# The file in an attempt's folder that says that a wrapper was made.
+NOTE = "wrapped"
 
 
 class PatchingLoader(Loader):
@@ -37,7 +42,7 @@ class PatchingLoader(Loader):
             patch_torch()
         elif "paceline" not in sys.modules:
             # If it is paceline that imports torch, the patch follows when paceline has been loaded.
-            importlib.import_module("paceline")
+            _import_paceline()
 
 
 class TorchFinder(MetaPathFinder):
@@ -65,27 +70,31 @@ class TorchFinder(MetaPathFinder):
         return spec
 
 
-class PatchWhenUnpickled:
-    """When unpickled, runs this file in the process that unpickles it."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return runpy.run_path, (__file__,)
+def python_path(given: str) -> str:
+    """``given``, a value of PYTHONPATH, and before it the folder that has Python patch torch."""
+    ours = str(Path(__file__).with_name("on_pythonpath"))
+    others = [path for path in given.split(os.pathsep) if path != ours] if given else []
+    return os.pathsep.join([ours, *others])
 
 
 def install() -> None:
-    """Patch torch when it is imported, here and in processes that multiprocessing spawns."""
+    """Patch torch when it is imported; if it has been imported already, now."""
     sys.meta_path.insert(0, TorchFinder())
-    spawn.get_preparation_data = _with_patch(spawn.get_preparation_data)  # type: ignore[assignment]
+    if "paceline" in sys.modules:
+        patch_torch()
+    elif "torch" in sys.modules:
+        _import_paceline()
 
 
-def _with_patch(original: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """What multiprocessing sends to a process that it spawns, with the patch. Tried with Python 3.11."""
-
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        # Nobody reads this entry. It takes effect when it is unpickled, before the program is imported there.
-        return original(name) | {"paceline": PatchWhenUnpickled()}
-
-    return get_preparation_data
+def _import_paceline() -> None:
+    """Import paceline, whose loader then patches torch."""
+    try:
+        importlib.import_module("paceline")
+    except ImportError as error:  # this may be another Python than that of the ranks
+        print(
+            f"paceline: --patch has no effect in this process: {error} (python: {sys.executable})",
+            file=sys.stderr,
+        )
 
 
 def patch_torch() -> None:
@@ -101,6 +110,8 @@ def patch_torch() -> None:
     replace_everywhere(torch.nn.parallel.DataParallel, DataParallel)
     # Through sys.modules: torch.nn.parallel has a function with the name of this module.
     replace_everywhere(sys.modules["torch.nn.parallel.data_parallel"].data_parallel, data_parallel)
+    for wrapper in (DistributedDataParallel, DataParallel):
+        _note_when_made(wrapper)
 
 
 def replace_everywhere(old: object, new: object) -> None:
@@ -111,5 +122,14 @@ def replace_everywhere(old: object, new: object) -> None:
                 setattr(module, name, new)
 
 
-if __name__ == "<run_path>":
-    install()
+def _note_when_made(wrapper: type[Any]) -> None:
+    """Leave a note for the launcher when a wrapper of this class is made."""
+
+    # Not in __init__: its warnings name the line that is a fixed number of calls above.
+    @functools.wraps(wrapper.__init__)  # whose signature remains that of the class
+    def new(cls: type[Any], *args: object, **kwargs: object) -> Any:  # noqa: ARG001 - __init__ gets them too
+        with suppress(OSError, KeyError):  # not in a run, or its folder has gone
+            Path(os.environ["PACELINE_RUN_FOLDER"], NOTE).touch()
+        return super(wrapper, cls).__new__(cls)
+
+    wrapper.__new__ = new  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tools.run import worker
-from paceline.tools.run.failures import RankFailure, was_stopped
+from paceline.tools.run.failures import FailureSummary, RankFailure, summarise, was_stopped
 from paceline.tools.run.processes import (
     ENDED,
     ProcessEntry,
@@ -101,6 +101,18 @@ class RankProcesses:
         """The ranks of the last attempt whose exit code is not 0."""
         codes = {rank: process.poll() for rank, process in self._running.items()}
         return [self._failure(rank, code) for rank, code in codes.items() if code]
+
+    def summary(self, *, is_one_host: bool) -> FailureSummary | None:
+        """How the ranks of the last attempt failed; None if none has."""
+        return summarise(self.failures(), ended_before=self._ended_before(), is_one_host=is_one_host)
+
+    def _ended_before(self) -> list[int]:
+        """The ranks that ended with exit code 0 before they were asked to stop."""
+        ended = [rank for rank, process in self._running.items() if process.poll() == 0]
+        asked_at = self._asked_to_stop_at
+        return [
+            rank for rank in ended if asked_at is None or self._ended_at.get(rank, asked_at + 1) <= asked_at
+        ]
 
     def _find(self) -> list[ProcessEntry]:
         """The processes of ranks that have not ended. Orphans that have ended are reaped."""

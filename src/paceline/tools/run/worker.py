@@ -3,12 +3,13 @@
 It is run by its path and uses the standard library only, so that a script finds what ``python script.py``
 would give it: neither torch nor paceline is imported before the script imports it.
 
-    worker.py [--spare] [--patch] --script|--module|--call TARGET ARGUMENT...
+    worker.py [--spare] --script|--module|--call TARGET ARGUMENT...
 
 A spare imports what the script imports, and waits until it is told which rank it is.
 """
 
 import ast
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -34,25 +36,37 @@ from typing import Any
 # The variable with the folder for a rank's error report. Every process that a rank starts inherits it, and is
 # recognised by it.
 FOLDER = "PACELINE_RUN_FOLDER"
-PATCH = Path(__file__).with_name("patch_torch.py")
+_NATIVE_THREADS = Path(__file__).parents[2] / "comm" / "native_threads.py"
 _PR_SET_PDEATHSIG = 1
 EXIT_SIGTERM = 128 + signal.SIGTERM
 EXIT_SIGINT = 128 + signal.SIGINT
 # When the main thread is woken after a SIGINT or SIGTERM. If it has not run the handler of a SIGTERM
 # by then, the process exits by force.
 WAKE_AFTER_SECONDS = (0.05, 0.2, 0.75)
+# After how long the process looks whether the SystemExit of a SIGTERM was dropped, and how often it raises it
+# again.
+LOOK_SECONDS = 0.5
+MOST_RAISED_AGAIN = 2
 LONGEST_MESSAGE = 100_000
 # What a training imports at its first step, which takes a second.
 _SPARE_IMPORTS = ("torch._dynamo", "paceline")
+# The file of each frame that imports something.
+_IMPORT_FILE = "<frozen importlib._bootstrap>"
 # Files whose frames are above the program's own in a traceback.
 LAUNCHER_FILES = {
     __file__,
     "<frozen runpy>",
-    "<frozen importlib._bootstrap>",
+    _IMPORT_FILE,
     "<frozen importlib._bootstrap_external>",
 }
 
+# Set when the handler of a SIGTERM has run; when what it raised may have been dropped, see
+# Note [Dropped exits]; and when the program is over.
 _sigterm_handled = threading.Event()
+_may_be_dropped = threading.Event()
+_program_ended = threading.Event()
+# The process of the rank itself, which is not that of a child that the script forks.
+_rank_pid = 0
 _forking = threading.local()
 
 
@@ -61,15 +75,15 @@ def main() -> None:
     arguments = sys.argv[1:]
     if is_spare := arguments[0] == "--spare":
         del arguments[0]
-    if arguments[0] == "--patch":
-        runpy.run_path(str(PATCH))
-        del arguments[0]
     run, target = RUNS[arguments[0]], arguments[1]
     sys.argv[:] = [target, *arguments[2:]]
     if is_spare:
         _wait_as_spare(Path(target) if run is _run_script else None)
+    global _rank_pid
+    _rank_pid = os.getpid()
     _exit_on_sigterm()
     _die_with_parent()
+    atexit.register(_wait_for_torchs_threads)  # the first one, so that it runs after those of the script
     _report_crashes()
     _keep_temporary_files()
     try:
@@ -85,6 +99,8 @@ def main() -> None:
         _show(error)
         if (watcher := sys.modules.get("paceline.watch.watcher")) is not None:
             watcher.note_end(error)
+    finally:
+        _program_ended.set()
     # After the except block, so that the objects in the error's frames are released first.
     sys.exit(code)
 
@@ -231,9 +247,26 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _handle_sigterm(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler's arguments
+def _handle_sigterm(_signum: int, frame: FrameType | None) -> None:
+    if _is_in_import(frame):
+        _may_be_dropped.set()
     _sigterm_handled.set()
     raise SystemExit(EXIT_SIGTERM)
+
+
+def _is_in_import(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != _IMPORT_FILE:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _wait_for_torchs_threads() -> None:
+    """Let torch's threads end what they do, see Note [Works that gloo drops] in native_threads.py.
+
+    By its path, because the import of paceline takes time, and a script need not have imported it.
+    """
+    if "torch" in sys.modules:
+        runpy.run_path(str(_NATIVE_THREADS))["wait_until_asleep"]()
 
 
 def _do_nothing(signum: int, frame: FrameType | None) -> None:
@@ -241,11 +274,12 @@ def _do_nothing(signum: int, frame: FrameType | None) -> None:
 
 
 def _without_sigterm(hook: Callable[["sys.UnraisableHookArgs"], Any]) -> Callable[[Any], Any]:
-    """Say nothing of a SIGTERM that comes while exit handlers run: it ends the one that is running."""
+    """Say nothing of a SIGTERM that Python drops: it comes again, or has ended an exit handler."""
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
-        is_sigterm = isinstance(error := unraisable.exc_value, SystemExit) and error.code == EXIT_SIGTERM
-        if not (is_sigterm and "atexit callback" in (unraisable.err_msg or "")):
+        if _is_sigterm(unraisable.exc_value):
+            _may_be_dropped.set()
+        else:
             hook(unraisable)
 
     return show
@@ -268,6 +302,14 @@ def _restore_sigterm_in_child() -> None:
     _unblock_sigterm()
 
 
+# Note [Dropped exits]. The SystemExit of a SIGTERM can be lost before it has ended the program. What a
+# library runs while it is imported may catch every exception, also in C code, as in numpy. Python drops what
+# is raised in a __del__. The program would go on, and the launcher would wait for it. So in these two cases a
+# thread looks whether the main thread still handles the exit. If not, it is raised again, and at last the
+# process exits by force. A program that handles it, and for example saves in a ``finally``, is not disturbed.
+# Nor is one that catches it outside of imports: it may have something to save.
+
+
 def _exit_by_force(reader: int) -> None:
     """Wake the main thread after a signal; exit if it is busy outside of Python and cannot run the handler.
 
@@ -276,16 +318,44 @@ def _exit_by_force(reader: int) -> None:
     """
     main_thread = threading.main_thread().ident
     assert main_thread is not None
-    while signum := os.read(reader, 1):
-        if signum[0] not in (signal.SIGINT, signal.SIGTERM):
-            continue
-        for seconds in WAKE_AFTER_SECONDS:
-            if _sigterm_handled.wait(seconds):
-                break
-            signal.pthread_kill(main_thread, signal.SIGURG)
-        is_ours = signum[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _handle_sigterm
-        if is_ours and not _sigterm_handled.is_set():
-            os._exit(EXIT_SIGTERM)
+    left = MOST_RAISED_AGAIN
+    while True:
+        if select.select([reader], [], [], LOOK_SECONDS if _sigterm_handled.is_set() else None)[0]:
+            _wake(main_thread, signum=os.read(reader, 1)[0])
+        elif _is_exit_dropped(main_thread):
+            if not left:
+                os._exit(EXIT_SIGTERM)
+            left -= 1
+            _sigterm_handled.clear()
+            signal.pthread_kill(main_thread, signal.SIGTERM)
+
+
+def _wake(main_thread: int, signum: int) -> None:
+    if signum not in (signal.SIGINT, signal.SIGTERM):
+        return
+    for seconds in WAKE_AFTER_SECONDS:
+        if _sigterm_handled.wait(seconds):
+            break
+        signal.pthread_kill(main_thread, signal.SIGURG)
+    is_ours = signum == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _handle_sigterm
+    if is_ours and not _sigterm_handled.is_set():
+        os._exit(EXIT_SIGTERM)
+
+
+def _is_exit_dropped(main_thread: int) -> bool:
+    """Whether the program goes on after a SIGTERM, see Note [Dropped exits]."""
+    is_ours = signal.getsignal(signal.SIGTERM) is _handle_sigterm
+    if _program_ended.is_set() or not (_may_be_dropped.is_set() and is_ours):
+        return False
+    handled: Any = sys._current_exceptions().get(main_thread)
+    error = handled[1] if isinstance(handled, tuple) else handled  # a tuple in Python 3.11
+    while error is not None and not _is_sigterm(error):
+        error = error.__context__
+    return error is None
+
+
+def _is_sigterm(error: BaseException | None) -> bool:
+    return isinstance(error, SystemExit) and error.code == EXIT_SIGTERM
 
 
 def _report_crashes() -> None:
@@ -308,7 +378,8 @@ def _show(error: BaseException) -> None:
     # torch installs an excepthook that prints the traceback with the rank; the launcher does that.
     is_programs = sys.excepthook is not sys.__excepthook__ and not _is_torchs(sys.excepthook)
     if is_programs or not is_reported:
-        sys.excepthook(type(error), error, _program_traceback(error))
+        trace = _program_traceback(error)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)  # Python's own shows the error's
 
 
 def _is_torchs(hook: object) -> bool:
@@ -316,9 +387,12 @@ def _is_torchs(hook: object) -> bool:
 
 
 def _write_report(error: BaseException) -> bool:
-    """Write the error report where the launcher looks for it; whether that worked."""
+    """Write the error report where the launcher looks for it; whether that worked.
+
+    The error of a forked child is not the rank's: the rank may go on, or end in another way.
+    """
     folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
-    if folder is None or rank is None:
+    if folder is None or rank is None or os.getpid() != _rank_pid:
         return False
     try:
         _save(Path(folder) / f"{rank}.json", json.dumps(error_report(error)).encode())
