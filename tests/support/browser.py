@@ -18,7 +18,7 @@ _FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-SECONDS = 20
+SECONDS = 60
 
 
 def open_browser(profile: Path) -> Chrome:

@@ -8,11 +8,19 @@ from pathlib import Path
 
 from paceline.recording.healings import Healing, write_healing
 from paceline.recording.recorder import PLANS_PER_GENERATION
-from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
+from paceline.recording.rows import (
+    NOT_TIMES,
+    BucketColumn,
+    StepColumn,
+    StepKind,
+    row_sums,
+    row_width,
+)
 from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 MS = 1_000_000
 MIB = 1 << 20
+_OPTIMIZER = (StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END, StepColumn.OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,16 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class PauseEvery:
+    """A rank that pauses after every few steps; the column gets the time, and says what the pause was for."""
+
+    rank: int
+    ms: float
+    steps: int
+    column: StepColumn | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """What to make up; times are milliseconds."""
 
@@ -36,14 +54,17 @@ class Run:
     parameters: int = 16
     bucket_bytes: int = 4 * MIB
     forward: float = 8.0
+    loss: float = 0.5
     buffers: float = 0.0
     backward: float = 20.0
     optimizer: float = 3.0
+    optimizer_every: int = 1  # steps
     data: float = 2.0
     transfer: float = 2.0
     jitter: float = 0.0
     count: int = 32
     slow: Sequence[Slow] = ()
+    pauses: Sequence[PauseEvery] = ()
     # The host of each rank, and by how much each host's monotonic clock is ahead.
     hosts: Sequence[int] = ()
     skews: Sequence[int] = (0,)
@@ -54,7 +75,7 @@ class Run:
     wrapper: int = 0
     group: Sequence[int] = ()
     transport: str = "shared memory"
-    exchange: str = "average"
+    exchange: str = "the average"
     # A bucket that is ready only when backward ends, after later ones.
     stuck: int | None = None
     seed: int = 0
@@ -63,6 +84,12 @@ class Run:
     first_step: int = 0
     start: int = 1_000_000 * MS
     killed: Sequence[int] = ()
+    # From this step on, all gradients are in two buckets.
+    other_plan_from: int = 1 << 60
+
+    def plan_of(self, step: int) -> int:
+        """The place of a step's plan."""
+        return 2 if step >= self.other_plan_from else min(step - self.first_step, 1)
 
     @property
     def slots(self) -> list[str]:
@@ -99,7 +126,9 @@ def _write(run: Run, folder: Path) -> int:
     # Gradients come from the last layer to the first.
     slots = list(reversed(range(run.parameters)))
     buckets = [slots[start : start + per] for start in range(0, run.parameters, per)]
-    plans = [PlanDescription([slots], run.exchange), PlanDescription(buckets, run.exchange)]
+    halves = [slots[: len(slots) // 2], slots[len(slots) // 2 :]]
+    plans = [PlanDescription(each, run.exchange) for each in ([slots], buckets, halves)]
+    plans = plans if run.other_plan_from < run.first_step + run.steps else plans[:2]
     writers = [
         [
             PlanWriter(_describe(run, rank, ranks), plan, number, unit="samples", folder=folder)
@@ -112,10 +141,9 @@ def _write(run: Run, folder: Path) -> int:
         is_lost = bool(run.killed) and index == run.steps - 1
         rows, begins = simulation.step(run.first_step + index, is_lost=is_lost)
         for rank, own, row, begin in zip(ranks, writers, rows, begins, strict=True):
-            communication = max(0, row[StepColumn.ALL_REDUCED] - first_launch(row))
-            sums = row_sums(row, next_begin=begin, communication=communication)
+            sums = row_sums(row, next_begin=begin)
             if not is_lost or rank not in run.killed:
-                own[min(index, 1)].ring.append(row, sums)
+                own[run.plan_of(run.first_step + index)].ring.append(row, sums)
     if run.hosts:
         _move(run, ranks, folder)
     return simulation.end
@@ -168,16 +196,26 @@ class _Simulation:
 
     def step(self, step: int, *, is_lost: bool = False) -> tuple[list[list[int]], list[int]]:
         """Each rank's row, and when its next step begins."""
-        plan = self._plans[min(step - self._run.first_step, 1)]
+        plan = self._plans[self._run.plan_of(step)]
         rows = [self._compute(step, place, plan) for place in range(len(self._ranks))]
         self._communicate(rows, plan)
         for place, row in enumerate(rows):
             row[StepColumn.END] = row[StepColumn.ALL_REDUCED] + MS // 5
-            row[StepColumn.OPTIMIZER_START] = row[StepColumn.END] + MS // 10
-            row[StepColumn.OPTIMIZER_END] = row[StepColumn.OPTIMIZER_START] + self._time(
-                "optimizer", step, place
-            )
-            self._now[place] = row[StepColumn.OPTIMIZER_END] + self._time("data", step, place)
+            end = row[StepColumn.END]
+            if step % self._run.optimizer_every == 0:
+                row[StepColumn.OPTIMIZER_START] = end + MS // 10
+                row[StepColumn.OPTIMIZER] = self._time("optimizer", step, place)
+                row[StepColumn.OPTIMIZER_END] = end = end + MS // 10 + row[StepColumn.OPTIMIZER]
+            self._now[place] = end + self._time("data", step, place)
+            if row[StepColumn.KIND] & StepKind.NO_INPUTS:
+                row[StepColumn.WITHOUT_INPUTS] = self._now[place] - end
+            for pause in self._run.pauses:
+                if pause.rank == self._ranks[place] and step % pause.steps == pause.steps - 1:
+                    self._now[place] += int(pause.ms * MS)
+                    if pause.column is not None:
+                        row[pause.column] += int(pause.ms * MS)
+                    if pause.column is StepColumn.EVALUATION:
+                        row[StepColumn.EVALUATIONS] += 1
             if is_lost:
                 self._lose(row)
                 self._now[place] = row[StepColumn.END]
@@ -210,7 +248,7 @@ class _Simulation:
         row[StepColumn.FORWARD_END] = max(now, row[StepColumn.BUFFERS_END]) + self._time(
             "forward", step, place
         )
-        row[StepColumn.BACKWARD_START] = start = row[StepColumn.FORWARD_END] + MS // 2
+        row[StepColumn.BACKWARD_START] = start = row[StepColumn.FORWARD_END] + self._time("loss", step, place)
         length = self._time("backward", step, place)
         row[StepColumn.BACKWARD_END] = start + length
         for index, slots in enumerate(plan.buckets):
@@ -243,7 +281,7 @@ class _Simulation:
         """Gradients were computed, but no bucket came back."""
         row[StepColumn.KIND] |= StepKind.LOST
         row[StepColumn.END] = row[StepColumn.BACKWARD_END] + MS
-        for column in (StepColumn.ALL_REDUCED, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END):
+        for column in (*_OPTIMIZER, StepColumn.ALL_REDUCED):
             row[column] = 0
         reduced = len(StepColumn) + BucketColumn.REDUCED
         row[reduced :: len(BucketColumn)] = [0] * len(row[reduced :: len(BucketColumn)])
@@ -259,7 +297,7 @@ class _Simulation:
             len(StepColumn) + index * 4 + BucketColumn.LAST_SLOT
             for index in range((len(row) - len(StepColumn)) // 4)
         }
-        fixed = {StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT} | last
+        fixed = {*NOT_TIMES} | last
         if not ahead:
             return row
         return [each + ahead if each and index not in fixed else each for index, each in enumerate(row)]

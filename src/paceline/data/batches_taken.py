@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from paceline.recording.recorder import batch_given
 from paceline.torch_private import after_each_batch, sampler_iterator_of
 
 
@@ -34,7 +35,8 @@ class _Iterations:
         self._living: weakref.WeakKeyDictionary[Iterator[Any], _Iteration] = weakref.WeakKeyDictionary()
         self.latest = _Iteration()
 
-    def add(self, iterator: Iterator[Any]) -> None:
+    def add(self, iterator: Iterator[Any], asked: int) -> None:
+        batch_given(asked)
         iteration = self._living.setdefault(iterator, _Iteration())
         iteration.batches += 1
         self.latest = iteration

@@ -1,4 +1,4 @@
-"""Makes a wrapper's recorder, and tells it when optimizers step."""
+"""Makes a wrapper's recorder, and tells it when optimizers step and checkpoints are saved."""
 
 import functools
 import itertools
@@ -11,9 +11,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.comm.group import Group
 from paceline.ddp.buckets.plan import Slot
-from paceline.recording.recorder import Recorder, folder_from_environment, optimizer_began, optimizer_ended
+from paceline.recording.recorder import (
+    Recorder,
+    folder_from_environment,
+    optimizer_began,
+    optimizer_ended,
+    state_saved,
+)
 from paceline.recording.writer import WrapperDescription
 from paceline.tensors.param_groups import parameters_of
+from paceline.torch_private import after_each_save
 from paceline.watch.rank_page import Activity
 from paceline.watch.watcher import change_activity
 
@@ -37,7 +44,7 @@ def make_recorder(
         caps: how many bytes the first bucket may hold, the second, and so on.
         device: where the module is.
     """
-    _watch_optimizers()
+    _watch_user()
     # Only the name, because the recorder must not keep the module alive.
     name, number = type(module).__name__, next(_wrapper_numbers)
 
@@ -68,7 +75,8 @@ def _transport(group: Group) -> str:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _watch_user() -> None:
+    after_each_save(state_saved)
     register_optimizer_step_pre_hook(_on_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
 

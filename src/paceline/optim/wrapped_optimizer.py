@@ -12,10 +12,11 @@ from paceline.errors import OptionError
 from paceline.torch_private import disable_join
 
 
-class WrappedOptimizer(Optimizer, Joinable):
-    """An optimizer of which each rank steps a part, so that ranks without inputs have to step, too."""
+class StepsWithWrapper(Joinable):
+    """What all ranks step together, so that ranks without inputs have to step, too."""
 
     _wrapper: DistributedDataParallel
+    _called = "optimizer"
 
     def join_hook(self, **_: Any) -> JoinHook:
         """The hook that torch's join context calls on a rank without inputs."""
@@ -43,24 +44,32 @@ class WrappedOptimizer(Optimizer, Joinable):
         """A rank that has inputs steps: tell those that have none; raise if they could not step."""
         if self._wrapper._join_config.enable and not self._join_config.enable:
             raise OptionError(
-                "the optimizer must join too, because ranks without inputs step their parts: "
-                "use Join([wrapper, optimizer])"
+                f"the {self._called} must join too, because ranks without inputs step their parts: "
+                f"use Join([wrapper, {self._called}])"
             )
         Join.notify_join_context(self)
 
+    def step(self) -> Any:
+        """Step; every rank calls this at once."""
+        raise NotImplementedError
+
+
+class WrappedOptimizer(Optimizer, StepsWithWrapper):
+    """An optimizer of which each rank steps a part."""
+
 
 class _StepsWithoutInputs(JoinHook):
-    def __init__(self, optimizer: WrappedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, stepping: StepsWithWrapper) -> None:
+        self._stepping = stepping
         super().__init__()
 
     def main_hook(self) -> None:
-        if self._optimizer.steps_after_this_forward:
-            self._optimizer.step()
+        if self._stepping.steps_after_this_forward:
+            self._stepping.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002, FBT001  # torch's signature
-        self._optimizer.after_join()
-        disable_join(self._optimizer)
+        self._stepping.after_join()
+        disable_join(self._stepping)
 
 
 def check_wrapper(wrapper: object, name: str) -> None:

@@ -60,8 +60,9 @@ class LedgerCheck:
             return "; ".join(["the samples did not count once each", *first[:_MOST_NAMED], *more])
         if not self.epochs:
             return "no sample counted twice" if self.incomplete else "no step counted"
-        epochs = f"{self.epochs:,} epoch{'s' if self.epochs > 1 else ''}"
-        return f"every sample counted once: {epochs}, {self.samples:,} samples, {self.steps:,} steps"
+        counts = {"epoch": self.epochs, "sample": self.samples, "step": self.steps}
+        told = [f"{many:,} {noun}{'' if many == 1 else 's'}" for noun, many in counts.items()]
+        return f"every sample counted once: {', '.join(told)}"
 
     def _mistakes(self) -> Iterator[str]:
         for epoch, samples in _by_first(self.twice).items():

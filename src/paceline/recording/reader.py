@@ -85,15 +85,21 @@ def delete_recording(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_latest(folder: Path, *, rows: int) -> list[PlanRecording]:
+def read_latest(folder: Path, *, rows: int, of_all: int = 0) -> list[PlanRecording]:
     """Of each rank and wrapper, the last rows of the current plan, without sums; quick, for use in a run.
 
     Ranks that are no more in the run, since its last generation began, are left out.
+
+    Args:
+        folder: where the recordings are.
+        rows: how many rows of each.
+        of_all: more than that, if these are not more than so many rows together.
     """
     newest: dict[tuple[int, int], tuple[int, Path]] = {}
     for path in _descriptions(folder):
         rank, wrapper, plan = _numbers(path)
         newest[rank, wrapper] = max(newest.get((rank, wrapper), (-1, path)), (plan, path))
+    rows = max(rows, of_all // max(1, len(newest)))
     generation = max((plan // PLANS_PER_GENERATION for plan, _ in newest.values()), default=0)
     return [
         read_plan(path, rows=rows)

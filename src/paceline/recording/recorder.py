@@ -6,15 +6,24 @@ folder, which ``paceline report`` reads. Otherwise it is in memory, until ``writ
 
 import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.recording.audit_file import AuditWriter
 from paceline.recording.files import make_folder
-from paceline.recording.rows import BucketColumn, StepColumn, StepKind, first_launch, row_sums, row_width
+from paceline.recording.rows import (
+    BucketColumn,
+    StepColumn,
+    StepKind,
+    elapsed,
+    first_launch,
+    row_sums,
+    row_width,
+)
 from paceline.recording.writer import PlanDescription, PlanWriter, WrapperDescription
 
 FOLDER_VARIABLE = "PACELINE_RECORD"
@@ -28,6 +37,22 @@ _BUCKETS = len(StepColumn)
 _recorders: "weakref.WeakSet[Recorder]" = weakref.WeakSet()
 # Added to a time of the monotonic clock, it gives the time since the epoch.
 _EPOCH = time.time_ns() - time.monotonic_ns()
+
+
+class RecordedTimes(NamedTuple):
+    """How many seconds the parts of one step took, on one rank.
+
+    Attributes:
+        step: from the first forward to averaged gradients.
+        communication: from the first launch until the last bucket was reduced.
+        backward: from its start until the last gradient was computed.
+        ready: when each bucket was ready, after the start of backward.
+    """
+
+    step: float
+    communication: float
+    backward: float
+    ready: Sequence[float]
 
 
 class Recorder:
@@ -59,6 +84,15 @@ class Recorder:
         self._next: tuple[WrapperDescription, PlanDescription] | None = None
         self._row = self._last = [0] * row_width(0)
         self._has_ended = False
+        # Only this thread waits for what it does between steps; others load or save beside the training.
+        self._thread = 0
+        self._is_in_optimizer = False
+        # Up to when its time is in the row; an optimizer's step may call that of its base class.
+        self._optimizer_until = 0
+        self._evaluation_start = 0
+        # Since when it has been in forward, backward or optimizer, or outside of all; one of them is 0.
+        self._busy_since, self._free_since = 0, 0
+        self._without_inputs_since = 0
         self._counted = 0
         self._first_plan = 0
         self._owner = os.getpid()
@@ -95,7 +129,9 @@ class Recorder:
 
     def forward_began(self) -> None:
         """The wrapper's forward was called."""
+        self._thread = threading.get_ident()
         now = time.monotonic_ns()
+        self._become_busy(now)
         row = self._row
         if self._has_ended:
             row = self._close_row(now)
@@ -103,7 +139,25 @@ class Recorder:
             row[StepColumn.BEGIN] = now
         row[StepColumn.FORWARDS] += 1
         row[StepColumn.FORWARD_START] = now
-        row[StepColumn.BUFFERS_END] = 0
+        row[StepColumn.BUFFERS_END] = row[StepColumn.JOIN_END] = 0
+
+    def joined(self) -> None:
+        """Under join, the ranks have told each other who has inputs."""
+        self._row[StepColumn.JOIN_END] = time.monotonic_ns()
+
+    def inputs_ran_out(self) -> None:
+        """Under join, this rank has no inputs left, and waits, perhaps since an earlier call."""
+        self._without_inputs_since = self._without_inputs_since or time.monotonic_ns()
+
+    def join_ended(self) -> None:
+        """No rank has inputs left: each goes on with what follows the join."""
+        self._add_wait_without_inputs(time.monotonic_ns())
+        self._without_inputs_since = 0
+
+    def _add_wait_without_inputs(self, now: int) -> None:
+        if self._without_inputs_since and self._has_ended:
+            since = max(self._without_inputs_since, self._row[StepColumn.END])
+            self._row[StepColumn.WITHOUT_INPUTS] += now - since
 
     def buffers_synced(self) -> None:
         """The module buffers have been synchronised across ranks."""
@@ -111,11 +165,27 @@ class Recorder:
 
     def forward_ended(self) -> None:
         """The module's forward has returned."""
-        self._row[StepColumn.FORWARD_END] = time.monotonic_ns()
+        self._row[StepColumn.FORWARD_END] = now = time.monotonic_ns()
+        self._become_free(now)
+
+    def evaluation_began(self) -> None:
+        """The wrapper's forward was called without gradients."""
+        self._evaluation_start = time.monotonic_ns()
+
+    def evaluation_ended(self) -> None:
+        """That forward has returned."""
+        self._row[StepColumn.EVALUATION] += elapsed(self._evaluation_start, time.monotonic_ns())
+        self._row[StepColumn.EVALUATIONS] += 1
+
+    def accumulated(self) -> None:
+        """A backward has ended whose gradients are not averaged yet."""
+        if not self._has_ended:  # otherwise it is a second backward over the forward of a step that is over
+            self._row[StepColumn.ACCUMULATED] += 1
 
     def backward_began(self, step: int) -> None:
         """The first sign of a synchronised backward was seen."""
         now = time.monotonic_ns()
+        self._become_busy(now)
         if self._has_ended:  # a second backward over one forward
             self._close_row(now)
         if self._next is not None:
@@ -150,9 +220,15 @@ class Recorder:
 
     def step_ended(self, kind: StepKind = StepKind.ORDINARY) -> None:
         """Every parameter's ``.grad`` is the average, or the step is lost."""
-        self._row[StepColumn.END] = time.monotonic_ns()
-        self._row[StepColumn.KIND] |= kind
+        row, now = self._row, time.monotonic_ns()
+        row[StepColumn.END] = now
+        row[StepColumn.KIND] |= kind
+        # What was there before is of the forwards and backwards, and no part of the time after them.
+        row[StepColumn.EVALUATION] = row[StepColumn.EVALUATIONS] = 0
+        if self._is_in_optimizer:  # it has called forward and backward itself, in a closure
+            row[StepColumn.OPTIMIZER_START] = self._optimizer_until = now
         self._has_ended = True
+        self._become_free(now)
 
     def write(self, folder: Path | str) -> None:
         """Write what was recorded so far to a folder, for ``paceline report``."""
@@ -187,6 +263,21 @@ class Recorder:
             "backward_compute_comm_overlap_time": min(max(backward_end - launch, 0), compute),
         }
 
+    def step_times(self) -> RecordedTimes | None:
+        """Seconds of the step that has just ended; None if this rank had no inputs."""
+        row = self._row
+        if not self._has_ended or row[StepColumn.KIND] or not row[StepColumn.BEGIN]:
+            return None
+        start = row[StepColumn.BACKWARD_START]
+        ready = row[_BUCKETS + BucketColumn.READY :: len(BucketColumn)]
+        return RecordedTimes(
+            step=elapsed(row[StepColumn.BEGIN], row[StepColumn.END]) / 1e9,
+            communication=elapsed(first_launch(row), row[StepColumn.ALL_REDUCED]) / 1e9,
+            backward=elapsed(start, row[StepColumn.BACKWARD_END]) / 1e9,
+            # A bucket that was never full is launched when backward has ended.
+            ready=[elapsed(start, at or row[StepColumn.BACKWARD_END]) / 1e9 for at in ready],
+        )
+
     def stamps(self) -> dict[str, int]:
         """When the parts of the last step began and ended, in nanoseconds since the epoch."""
         row = self._row if self._has_ended else self._last
@@ -199,11 +290,54 @@ class Recorder:
         }
         return {key: stamp + _EPOCH for key, stamp in times.items()}
 
+    def _enter_optimizer(self, now: int) -> None:
+        if not self._is_in_optimizer:
+            self._is_in_optimizer, self._optimizer_until = True, now
+        self._become_busy(now)
+        if self._has_ended:
+            self._row[StepColumn.OPTIMIZER_START] = self._row[StepColumn.OPTIMIZER_START] or now
+
+    def _leave_optimizer(self, now: int) -> None:
+        self._is_in_optimizer = False
+        self._become_free(now)
+        if self._has_ended:
+            self._end_optimizer(now)
+            self.optimizer_steps += 1
+
+    def _end_optimizer(self, now: int) -> None:
+        self._row[StepColumn.OPTIMIZER_END] = now
+        self._row[StepColumn.OPTIMIZER] += elapsed(self._optimizer_until, now)
+        self._optimizer_until = now
+
+    # Note [Time in other wrappers]. While this wrapper is in none of its parts, others may be in theirs. That
+    # time is added when one of the two changes: when the other leaves its part, or when this one begins one.
+    def _become_busy(self, now: int) -> None:
+        if len(_recorders) > 1:
+            for other in list(_recorders):
+                if other is not self and other._busy_since:
+                    self._add_others_time(now, other._busy_since)
+        self._busy_since, self._free_since = self._busy_since or now, 0
+
+    def _become_free(self, now: int) -> None:
+        if len(_recorders) > 1 and self._busy_since:
+            for other in list(_recorders):
+                if other is not self:
+                    other._add_others_time(now, self._busy_since)
+        self._busy_since, self._free_since = 0, self._free_since or now
+
+    def _add_others_time(self, now: int, since: int) -> None:
+        if self._free_since:
+            column = StepColumn.OTHERS if self._has_ended else StepColumn.OTHERS_INSIDE
+            self._row[column] += now - max(since, self._free_since)
+
     def _close_row(self, now: int) -> list[int]:
         """Store the row, and begin the next one."""
         row = self._row
+        if self._is_in_optimizer and row[StepColumn.OPTIMIZER_START] and not row[StepColumn.OPTIMIZER_END]:
+            self._end_optimizer(now)
+        self._add_wait_without_inputs(now)
         if self._writers:
-            sums = row_sums(row, next_begin=now, communication=self.durations()["backward_comm_time"])
+            sums = row_sums(row, next_begin=now)
             self._writers[-1].ring.append(row, sums)
         self._last, self._row = row, [0] * len(row)
         self._row[StepColumn.COUNT], self._counted = self._counted, 0
@@ -226,25 +360,42 @@ class Recorder:
 def optimizer_began(parameter_ids: Sequence[int]) -> None:
     """The step of an optimizer of these parameters began."""
     now = time.monotonic_ns()
-    for recorder in _recorders_of(parameter_ids):
-        recorder._row[StepColumn.OPTIMIZER_START] = recorder._row[StepColumn.OPTIMIZER_START] or now
+    for recorder in list(_recorders):
+        if not recorder._parameter_ids.isdisjoint(parameter_ids):
+            recorder._enter_optimizer(now)
 
 
 def optimizer_ended(parameter_ids: Sequence[int]) -> None:
     """The step of an optimizer of these parameters has ended."""
     now = time.monotonic_ns()
-    for recorder in _recorders_of(parameter_ids):
-        recorder._row[StepColumn.OPTIMIZER_END] = now
-        recorder.optimizer_steps += 1
+    for recorder in list(_recorders):
+        if not recorder._parameter_ids.isdisjoint(parameter_ids):
+            recorder._leave_optimizer(now)
+        elif recorder._has_ended:
+            recorder._row[StepColumn.OTHER_OPTIMIZERS] += 1
 
 
-def _recorders_of(parameter_ids: Sequence[int]) -> "list[Recorder]":
-    """The recorders of these parameters that are between the end of a step and the next forward."""
-    return [
-        recorder
-        for recorder in list(_recorders)
-        if recorder._has_ended and not recorder._parameter_ids.isdisjoint(parameter_ids)
-    ]
+def batch_given(asked: int) -> None:
+    """A data loader has given a batch; it was asked for it at a time of the monotonic clock."""
+    now = time.monotonic_ns()
+    for recorder in _between_steps():
+        row = recorder._row
+        start = max(asked, row[StepColumn.END])
+        row[StepColumn.LOADER_START] = row[StepColumn.LOADER_START] or start
+        row[StepColumn.LOADER] += now - start
+
+
+def state_saved(began: int) -> None:
+    """``torch.save`` has returned; it was called at a time of the monotonic clock."""
+    now = time.monotonic_ns()
+    for recorder in _between_steps():
+        recorder._row[StepColumn.SAVING] += now - max(began, recorder._row[StepColumn.END])
+
+
+def _between_steps() -> "list[Recorder]":
+    """The recorders whose forwards this thread calls, and that are between a step and the next forward."""
+    thread = threading.get_ident()
+    return [each for each in list(_recorders) if each._has_ended and each._thread == thread]
 
 
 def folder_from_environment() -> Path | None:

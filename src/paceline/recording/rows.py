@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence
 
 # Of the file format; a reader accepts this version only.
-VERSION = 1
+VERSION = 3
 # A new column needs a new VERSION, and a place in tools/report: step_parts, page_numbers, page/data.js.
 
 
@@ -43,6 +43,39 @@ class StepColumn(enum.IntEnum):
     """When the last optimizer's step ended."""
     COUNT = enum.auto()
     """How many samples, or other units that the user counts, the step processed."""
+    JOIN_END = enum.auto()
+    """When, for the last forward, the ranks had told each other who has inputs (under join)."""
+    LOADER_START = enum.auto()
+    """When a ``DataLoader`` was first asked for a batch, after ``END``."""
+    LOADER = enum.auto()
+    """Nanoseconds in which a ``DataLoader`` was waited for, after ``END``."""
+    EVALUATION = enum.auto()
+    """Nanoseconds in forwards of the wrapper without gradients, after ``END``."""
+    SAVING = enum.auto()
+    """Nanoseconds in ``torch.save``, after ``END``."""
+    OTHER_OPTIMIZERS = enum.auto()
+    """How many steps optimizers of other parameters took, after ``END``."""
+    OTHERS_INSIDE = enum.auto()
+    """Nanoseconds in forward, backward and optimizer of other wrappers, before ``END``."""
+    OTHERS = enum.auto()
+    """The same after ``END``."""
+    WITHOUT_INPUTS = enum.auto()
+    """Nanoseconds in which this rank had no inputs left and waited for others (under join), after ``END``."""
+    OPTIMIZER = enum.auto()
+    """Nanoseconds inside of optimizers; from the first one to the last one there may be other things."""
+    ACCUMULATED = enum.auto()
+    """How many backwards the step had whose gradients were not averaged yet."""
+    EVALUATIONS = enum.auto()
+    """How many forwards of the wrapper without gradients there were after ``END``."""
+
+
+# The columns of a step that are no times of the clock.
+NOT_TIMES = (
+    StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT, StepColumn.LOADER,
+    StepColumn.EVALUATION, StepColumn.SAVING, StepColumn.OTHER_OPTIMIZERS, StepColumn.OTHERS_INSIDE,
+    StepColumn.OTHERS, StepColumn.WITHOUT_INPUTS, StepColumn.OPTIMIZER,
+    StepColumn.ACCUMULATED, StepColumn.EVALUATIONS,
+)  # fmt: skip
 
 
 class BucketColumn(enum.IntEnum):
@@ -86,7 +119,7 @@ class SumColumn(enum.IntEnum):
     WAIT_AFTER_BACKWARD = enum.auto()
     """From the end of this rank's backward until the last bucket was reduced."""
     COMMUNICATION = enum.auto()
-    """From the first launch until the last bucket was reduced."""
+    """In which at least one bucket was in flight."""
     OPTIMIZER = enum.auto()
     COUNT = enum.auto()
     """How many samples."""
@@ -110,13 +143,24 @@ def first_launch(row: Sequence[int]) -> int:
     return min(filter(None, launches), default=row[StepColumn.ALL_REDUCED])
 
 
-def row_sums(row: "list[int]", *, next_begin: int, communication: int) -> list[int]:
+def in_flight(row: Sequence[int]) -> int:
+    """Nanoseconds in which at least one bucket was in flight; they are launched in the order of the plan."""
+    total = until = 0
+    launches = row[len(StepColumn) + BucketColumn.LAUNCH :: len(BucketColumn)]
+    reduced = row[len(StepColumn) + BucketColumn.REDUCED :: len(BucketColumn)]
+    for start, end in zip(launches, reduced, strict=True):
+        if start and end > until:
+            total += max(0, end - max(start, until))
+            until = end
+    return total
+
+
+def row_sums(row: "list[int]", *, next_begin: int) -> list[int]:
     """What one step adds to the sums.
 
     Args:
         row: the step's row.
         next_begin: when the next step began.
-        communication: the step's nanoseconds of communication.
     """
     sums = [0] * len(SumColumn)
     sums[SumColumn.STEPS] = 1
@@ -127,8 +171,8 @@ def row_sums(row: "list[int]", *, next_begin: int, communication: int) -> list[i
     sums[SumColumn.BUFFERS] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.BUFFERS_END])
     sums[SumColumn.BACKWARD] = elapsed(row[StepColumn.BACKWARD_START], row[StepColumn.BACKWARD_END])
     sums[SumColumn.WAIT_AFTER_BACKWARD] = elapsed(row[StepColumn.BACKWARD_END], row[StepColumn.ALL_REDUCED])
-    sums[SumColumn.COMMUNICATION] = communication
-    sums[SumColumn.OPTIMIZER] = elapsed(row[StepColumn.OPTIMIZER_START], row[StepColumn.OPTIMIZER_END])
+    sums[SumColumn.COMMUNICATION] = in_flight(row)
+    sums[SumColumn.OPTIMIZER] = row[StepColumn.OPTIMIZER]
     sums[SumColumn.COUNT] = row[StepColumn.COUNT]
     return sums
 

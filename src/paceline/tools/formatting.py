@@ -1,5 +1,9 @@
-"""Numbers as text with a unit, with as many digits as are meaningful; and text for a terminal."""
+"""Numbers as text, with as many digits as are meaningful; and text for a terminal.
 
+``report/page/formatting.js`` writes numbers the same way.
+"""
+
+import math
 from collections.abc import Iterable
 
 
@@ -10,8 +14,28 @@ def printable(text: str) -> str:
     )
 
 
+def plain_number(value: float) -> str:
+    """A number with three digits or more, never as a power of ten: "0.0123", "8.15", "1,012"."""
+    if not value or abs(value) >= 99.5:
+        return f"{value:,.0f}"
+    text = f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def plural(many: float, noun: str) -> str:
+    """How many there are of something: "1 step", "1,200 steps"."""
+    return f"{plain_number(many)} {noun}{'' if many == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """A share of a whole; with one more digit if it is small."""
+    return f"{share * 100:.{1 if 0 < share < 0.1 else 0}f}%"
+
+
 def milliseconds(value: float) -> str:
     """A time, given in milliseconds."""
+    if not value:
+        return "0 ms"
     if abs(value) >= 10_000:
         return f"{value / 1000:.1f} s"
     if abs(value) >= 100:

@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from left_processes import is_running
 from torch import Tensor, nn
 
 from paceline.testing import run_ranks
@@ -104,11 +104,3 @@ def test_busy_processes_end_if_who_started_them_is_killed() -> None:
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [is_running(pid) for pid in pids] == [False, False]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended; an orphan that has ended may never be waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -88,10 +88,6 @@ def broken_script() -> tuple[list[str], dict[str, str]]:
     return ["train.py"], {}
 
 
-def missing_script() -> tuple[list[str], dict[str, str]]:
-    return ["train.py"], {}
-
-
 Plant = Callable[[], tuple[list[str], dict[str, str]]]
 
 
@@ -117,7 +113,6 @@ def faults(ran: Ran) -> list[dict[str, Any]]:
         (few_files, "file limit", "limit: 100, needed: 144", "ulimit -n "),
         (unreadable_script, "script", "train.py: it cannot be read", "chmod a+r train.py"),
         (broken_script, "script", "invalid syntax (train.py, line 1)", "-m py_compile train.py"),
-        (missing_script, "script", "there is no such file", "ls -l train.py"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -133,6 +128,13 @@ def test_a_planted_fault_is_found_and_no_other(
     assert found in fault["found"]
     assert fix in fault["fix"]
     assert ran.left == []
+
+
+def test_a_missing_script_is_said_in_a_line_with_what_to_do(tmp_path: Path) -> None:
+    ran = paceline("doctor", "--no-ranks", "--json", "missing.py", folder=tmp_path)
+    [fault] = faults(ran)
+    told = f"missing.py: there is no such file: give its full path, or its path from {tmp_path}"
+    assert (ran.code, fault["found"], fault["fix"]) == (1, told, "")
 
 
 def test_a_healthy_host_has_no_faults_and_its_ranks_are_measured(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The analysis of made-up recordings, of which the right answer is known."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,13 @@ from recordings import MIB, MS, Run, Slow, StepKind, write
 
 from paceline.errors import RecordingError
 from paceline.recording.reader import read_recording
-from paceline.recording.rows import StepColumn
+from paceline.recording.rows import StepColumn, SumColumn
+from paceline.tools.formatting import milliseconds
 from paceline.tools.report.analysis import RunAnalysis, analyse
 from paceline.tools.report.delays import SyncTimes, delays_against_others, own_backward_ends
 from paceline.tools.report.stragglers import late_period
 from paceline.tools.report.wrapper_runs import wrapper_runs
+from paceline.tools.run.progress import read_progress
 
 Analyse = Callable[[Run], RunAnalysis]
 
@@ -38,16 +42,34 @@ def test_the_parts_of_a_step_are_those_that_it_had(analysed: Analyse) -> None:
             "assigning .grad": 0.2,
             "before optimizer": 0.1,
             "optimizer": 3.0,
-            "data loading and other": 2.0,
+            # Nothing follows the last of the 19 steps.
+            "data loading and other": 2.0 * 18 / 19,
+            "waiting in join": 0,
+            "after optimizer": 0,
+            "DataLoader": 0,
+            "other wrappers": 0,
+            "pauses": 0,
         },
         abs=0.02,
     )
     assert sum(second.parts.values()) == pytest.approx(second.step_ms[1], rel=1e-6)
-    assert found.step_ms == pytest.approx((36.8, 36.8, 36.8), abs=0.05)
+    assert found.wall_ms == pytest.approx(found.mean_step_ms * 19)
+    assert found.steps_per_second == pytest.approx(1000 / found.mean_step_ms)
+    assert found.step_ms == pytest.approx((36.8, 36.7, 36.8), abs=0.05)
     assert (found.steps, found.detailed_steps) == (20, 19)
     assert (found.first_detailed_step, found.figures_from_step) == (1, 1)
     assert found.units_per_second == pytest.approx(2 * 32 / found.mean_step_ms * 1000, rel=0.01)
     assert found.stragglers == []
+
+
+def test_the_step_is_one_number_and_its_parts_add_up_to_it(analysed: Analyse) -> None:
+    # Times whose mean and median differ, on ranks that differ.
+    found = analysed(Run(ranks=3, steps=60, jitter=2.0, slow=[Slow(1, 30, since=20, until=40)]))
+    step = found.step_ms[1]
+    assert sum(found.parts.values()) - found.parts["pauses"] == pytest.approx(step)
+    assert f"A step takes {milliseconds(step)}" in found.summary
+    for rank in found.ranks:
+        assert sum(rank.parts.values()) - rank.parts["pauses"] == pytest.approx(rank.step_ms[1])
 
 
 def test_communication_in_backward_is_overlap(analysed: Analyse) -> None:
@@ -55,6 +77,45 @@ def test_communication_in_backward_is_overlap(analysed: Analyse) -> None:
     # Four buckets of 2 ms, of which the last is launched when backward ends.
     assert found.communication_ms == pytest.approx(8, abs=0.05)
     assert found.overlap == pytest.approx(0.75, abs=0.01)
+
+
+def test_the_page_the_plot_and_the_live_line_have_the_same_overlap(analysed: Analyse, tmp_path: Path) -> None:
+    # Between two buckets nothing is in flight.
+    found = analysed(Run(ranks=2, steps=30, buckets=4, transfer=2.0))
+    [run] = wrapper_runs(read_recording(tmp_path))
+    sums = run.timelines[0].sums[-1]
+    drawn = 1 - sums[SumColumn.WAIT_AFTER_BACKWARD] / sums[SumColumn.COMMUNICATION]
+    live = read_progress(tmp_path)
+    assert live is not None
+    assert (live.overlap, drawn) == pytest.approx((found.overlap, found.overlap), abs=0.01)
+
+
+def test_most_of_a_step_is_more_than_half_of_it(analysed: Analyse) -> None:
+    found = analysed(Run(ranks=2, steps=20, buckets=8, transfer=1.0))
+    assert re.search(r"ms, most of it in backward \(5[78]%\); 88% of the communication over", found.summary)
+
+
+def test_the_largest_part_of_a_step_may_be_less_than_half(analysed: Analyse) -> None:
+    found = analysed(Run(ranks=2, steps=20, buckets=8, transfer=1.0, forward=19.0))
+    assert re.search(r"ms, the largest part in backward \(4[45]%\); 88% of", found.summary)
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (Run(ranks=2, buckets=1), "all gradients are in one bucket, which is full only when backward ends"),
+        (Run(ranks=2, buckets=2, stuck=0), "the first bucket is full only when backward ends"),
+        (Run(ranks=2, buckets=4), ""),
+        (Run(ranks=1, buckets=1), ""),
+    ],
+    ids=["one bucket", "late first bucket", "overlap", "no communication"],
+)
+def test_if_nothing_is_hidden_behind_backward_there_is_a_reason(
+    analysed: Analyse, run: Run, why: str
+) -> None:
+    found = analysed(replace(run, steps=20, transfer=1.0))
+    assert found.why_no_overlap == why
+    assert (f"because {why}" in found.summary) == bool(why)
 
 
 def test_a_rank_that_becomes_a_straggler_is_found_with_its_figures(analysed: Analyse) -> None:
@@ -108,6 +169,18 @@ def test_a_rank_that_was_a_straggler_for_a_time_is_found_with_the_last_step(anal
     assert (late.rank, late.first_step, late.last_step) == (1, 100, 199)
     assert found.figures_from_step == 1
     assert not any(each.kind == "straggler" for each in found.suggestions)
+
+
+def test_without_an_optimizer_of_torch_time_after_backward_is_not_data_loading(analysed: Analyse) -> None:
+    found = analysed(Run(ranks=2, steps=40, optimizer_every=1000, data=60))
+    assert "most of it between backward and the next forward (6" in found.summary
+    assert [each.kind for each in found.suggestions] == ["between steps"]
+
+
+@pytest.mark.parametrize("steps", [2, 3, 8])
+def test_in_few_steps_nobody_is_a_straggler(analysed: Analyse, steps: int) -> None:
+    found = analysed(Run(ranks=2, steps=steps, slow=[Slow(1, 50)]))
+    assert found.stragglers == []
 
 
 def test_ranks_that_only_vary_are_no_stragglers(analysed: Analyse) -> None:
@@ -211,6 +284,22 @@ def test_each_wrapper_has_a_run_and_the_one_with_most_time_is_first(tmp_path: Pa
         ("Critic", [2, 3]),
     ]
     assert [len(each.timelines) for each in found] == [2, 2, 2]
+
+
+def test_wrappers_of_one_class_have_numbers_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    write(Run(module="Sequential", parameters=8), tmp_path)
+    write(Run(module="Sequential", parameters=32, wrapper=1, backward=80.0), tmp_path)
+    write(Run(module="Net", wrapper=2, backward=1.0), tmp_path)
+    runs = wrapper_runs(read_recording(tmp_path))
+    named = [(run.module, len(run.description["slots"])) for run in runs]
+    assert named == [("Sequential (2)", 32), ("Sequential (1)", 8), ("Net", 16)]
+
+
+def test_averages_that_no_optimizer_uses_are_told(analysed: Analyse) -> None:
+    [found] = analysed(Run(steps=40, optimizer_every=2)).suggestions
+    assert found.kind == "unused averages"
+    assert found.evidence.startswith("no optimizer stepped after 5")
+    assert analysed(Run(steps=40)).suggestions == []
 
 
 def test_a_wrapper_that_ranks_number_differently_is_one_run(tmp_path: Path) -> None:

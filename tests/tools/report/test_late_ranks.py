@@ -14,7 +14,7 @@ from paceline.tools.main import main
 from paceline.tools.report.analysis import analyse_recording
 from paceline.tools.report.stragglers import Straggler
 
-STEPS, SINCE, SECONDS = 40, 20, 0.03
+STEPS, SINCE, SECONDS = 40, 20, 0.1
 
 
 class Slow(nn.Module):

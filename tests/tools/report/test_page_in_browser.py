@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from browser import resize, set_scheme, show
-from recordings import Run, Slow, write, write_healed
+from recordings import PauseEvery, Run, Slow, write, write_healed
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -13,6 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from paceline.recording.healings import Healing, write_healing
+from paceline.recording.rows import StepColumn
 from paceline.tools.report.analysis import analyse_recording
 from paceline.tools.report.html_page import html_page
 
@@ -88,6 +89,15 @@ def test_it_is_drawn_and_names_the_straggler(driver: WebDriver) -> None:
     assert not driver.find_elements(By.TAG_NAME, "img")
     assert colours(driver, "timeline") > 8
     assert complaints(driver) == []
+
+
+def test_the_headline_and_the_first_tile_have_the_same_step(browser: WebDriver, tmp_path: Path) -> None:
+    write(Run(ranks=3, steps=60, jitter=1.5), tmp_path)
+    made = tmp_path / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)))
+    show(browser, made)
+    tile = browser.find_element(By.CSS_SELECTOR, "#figures .big").text
+    assert f"A step takes {tile}, " in browser.find_element(By.ID, "summary").text
 
 
 def test_the_network_is_not_used(driver: WebDriver) -> None:
@@ -247,7 +257,7 @@ def test_texts_have_enough_contrast(driver: WebDriver, written: Path) -> None:
           probe.style.color = `var(--${name})`;
           return light(getComputedStyle(probe).color);
         };
-        for (let i = 0; i < 10; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
+        for (let i = 0; i < 16; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
         check(variable("bucket-ink"), variable("bucket"), "bucket");
         check(variable("muted"), variable("panel"), "axis");
         check(variable("alarm"), variable("panel"), "straggler");
@@ -269,6 +279,42 @@ def test_each_wrapper_has_its_own_view(driver: WebDriver) -> None:
     first.click()
     assert timeline(driver).get_attribute("aria-label").startswith("Timeline of 4 ranks")
     assert complaints(driver) == []
+
+
+@pytest.fixture
+def paused(browser: WebDriver, tmp_path: Path) -> WebDriver:
+    """The page of a run whose rank 0 evaluates for 450 ms after every tenth step."""
+    pauses = [PauseEvery(0, 450, 10, StepColumn.EVALUATION)]
+    made = write(Run(ranks=2, steps=60, pauses=pauses), tmp_path) / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)), "utf-8")
+    set_scheme(browser, "light")
+    resize(browser, 1366, 768)
+    show(browser, made)
+    return browser
+
+
+def test_pauses_have_a_tile_a_place_in_the_timeline_and_a_cause(paused: WebDriver) -> None:
+    figures = paused.find_element(By.ID, "figures").text
+    assert "evaluation on rank 0: 5 pauses, 2.3 s together, the longest 450 ms after step" in figures
+    assert "Evaluate less often" in paused.find_element(By.ID, "suggestions").text
+    assert "60 steps" in paused.find_element(By.ID, "scope").text
+    assert paused.find_element(By.ID, "scope").text.endswith("Figures are of steps 1 to 59.")
+    press(paused, "pause")
+    reading = paused.find_element(By.ID, "reading").text
+    assert reading.startswith("rank 0, step ")
+    assert reading.endswith("pauses 450 ms (evaluation)")
+    assert [0x4B, 0x50, 0x59] in middle_colours(paused)
+    assert complaints(paused) == []
+
+
+def test_what_is_drawn_adds_up_to_the_wall_time(paused: WebDriver) -> None:
+    script = """
+        return timeline.run.ranks.map((rank) => {
+          const drawn = timeline.run.totals(rank).reduce((sum, total) => sum + total[rank.length], 0);
+          return drawn / (rank.finish(rank.length - 1) - rank.begins[0]);
+        });
+    """
+    assert paused.execute_script(script) == pytest.approx([1, 1], rel=0.001)
 
 
 @pytest.fixture
@@ -298,7 +344,7 @@ def test_healings_are_told_and_marked_in_the_timeline(healed: WebDriver) -> None
     told = healed.find_element(By.ID, "history").get_attribute("textContent")
     assert told == f"healed 2 times: {'; '.join(words)}"
     assert "2 lost and done again" in healed.find_element(By.ID, "figures").text
-    buttons = healed.find_elements(By.CSS_SELECTOR, "#healings button")
+    buttons = healed.find_elements(By.CSS_SELECTOR, "#healings li button")
     assert [button.text for button in buttons] == words
     assert "healed here" not in timeline(healed).get_attribute("aria-label")
     buttons[1].click()
@@ -312,7 +358,7 @@ def test_healings_are_told_and_marked_in_the_timeline(healed: WebDriver) -> None
 
 
 def test_hovering_over_a_healing_shows_what_happened(healed: WebDriver) -> None:
-    healed.find_elements(By.CSS_SELECTOR, "#healings button")[0].click()
+    healed.find_elements(By.CSS_SELECTOR, "#healings li button")[0].click()
     canvas = timeline(healed)
     healed.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     ActionChains(healed).move_to_element_with_offset(canvas, 0, 0).perform()
@@ -336,7 +382,7 @@ def test_the_timeline_of_a_healed_run_can_be_moved_through(healed: WebDriver) ->
 
 
 def test_a_healing_outside_of_the_timeline_cannot_be_shown(driver: WebDriver) -> None:
-    [button] = driver.find_elements(By.CSS_SELECTOR, "#healings button")
+    [button] = driver.find_elements(By.CSS_SELECTOR, "#healings li button")
     assert not button.is_enabled()
     assert NAME in button.text
 

@@ -26,7 +26,7 @@ from paceline.tools.report.page_numbers import encode
 from paceline.tools.report.wrapper_runs import wrapper_runs
 
 DESCRIPTION = {
-    "version": 1, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
+    "version": 2, "rank": 0, "world": 2, "group": [0, 1], "module": "Net", "wrapper": 0,
     "slots": ["a", "b"], "nbytes": [4, 4], "first_cap": 1, "cap": 1,
     "backend": "gloo", "transport": "c10d", "hosts": 1, "device": "cpu",
     "exchange": "average", "plan": 0, "unit": "samples", "host": "here", "boot": "", "pid": 1, "epoch": 0,
@@ -98,11 +98,11 @@ def test_many_ranks_and_steps_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_page_has_no_more_numbers_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.report.html_page._MOST_NUMBERS", 29 * 3 * 10)
+    monkeypatch.setattr("paceline.tools.report.html_page._MOST_NUMBERS", 30 * 3 * 10)
     monkeypatch.setattr("paceline.tools.report.html_page._MOST_RANKS", 3)
     analysed = analyse_recording(write(Run(ranks=5, steps=60, slow=[Slow(4, 9)]), tmp_path))
     data = json.loads(re.search(r'application/json">(.*?)</script>', html_page(analysed))[1])
-    drawn = [{"rank": rank, "rows": 10, "sums": 60, "last_rows": [9]} for rank in (0, 1, 4)]
+    drawn = [{"rank": rank, "rows": 10, "sums": 60, "last_rows": [9], "overlays": 0} for rank in (0, 1, 4)]
     assert data["wrappers"][0]["timelines"] == drawn
 
 
@@ -280,7 +280,7 @@ def damage(folder: Path, kind: str) -> None:
         ("without its rows", "damaged"),
         (
             "of another version",
-            "another version of paceline (recording's format: 999, format that this version reads: 1",
+            "another version of paceline (recording's format: 999, format that this version reads: 3",
         ),
         ("half described", "not the description of a recording"),
         ("of something else", "not the description of a recording"),

@@ -1,9 +1,12 @@
 """Recordings are bounded, can be read at any time, and errors say what is missing."""
 
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,13 @@ import pytest
 from paceline.errors import RecordingError
 from paceline.recording import ring_buffer
 from paceline.recording.reader import PlanRecording, read_latest, read_recording
-from paceline.recording.recorder import Recorder, optimizer_began, optimizer_ended
+from paceline.recording.recorder import (
+    Recorder,
+    batch_given,
+    optimizer_began,
+    optimizer_ended,
+    state_saved,
+)
 from paceline.recording.rows import (
     BucketColumn,
     StepColumn,
@@ -46,7 +55,8 @@ def describe(rank: int) -> WrapperDescription:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A clock that advances by one each time it is read."""
+    """A clock that advances by one each time it is read; recorders of other tests had another one."""
+    monkeypatch.setattr("paceline.recording.recorder._recorders", weakref.WeakSet())
     now = [1000]
 
     def tick() -> int:
@@ -128,6 +138,128 @@ def test_a_step_is_recorded_as_it_happened(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("clock")
+def test_what_happens_between_steps_is_recorded_with_the_step_before(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    run(recorder, 2)
+    recorder.evaluation_began()
+    recorder.evaluation_ended()
+    batch_given(recorder._row[StepColumn.OPTIMIZER_END] + 1)
+    batch_given(0)
+    state_saved(0)
+    run(recorder, 1)
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    row = recording.rows[1]
+    # As it is in every step of ``run``, an optimizer of other parameters stepped.
+    assert [each[StepColumn.OTHER_OPTIMIZERS] for each in recording.rows] == [1, 1, 1]
+    assert (row[StepColumn.EVALUATION], row[StepColumn.LOADER_START]) == (
+        1,
+        row[StepColumn.OPTIMIZER_END] + 1,
+    )
+    # Since the end of the step at most: 5 and 9 ticks of the clock, of which the first batch took 4.
+    assert row[StepColumn.SAVING] > row[StepColumn.LOADER] - 4 > 0
+    assert not any(recording.rows[0][column] for column in (StepColumn.EVALUATION, StepColumn.LOADER))
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("event", "column"), [(batch_given, StepColumn.LOADER), (state_saved, StepColumn.SAVING)]
+)
+def test_what_another_thread_loads_or_saves_is_no_wait(
+    tmp_path: Path, event: Callable[[int], None], column: StepColumn
+) -> None:
+    recorder = new_recorder(tmp_path)
+    run(recorder, 1)
+    beside = threading.Thread(target=event, args=(0,))
+    beside.start()
+    beside.join()
+    assert recorder._row[column] == 0
+    event(0)
+    assert recorder._row[column] > 0
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_exchange_of_join_is_recorded_and_is_of_the_last_forward(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    for step in range(2):
+        recorder.forward_began()
+        if step == 0:
+            recorder.joined()
+        recorder.forward_ended()
+        recorder.backward_began(step)
+        recorder.step_ended()
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    first, second = recording.rows
+    assert first[StepColumn.JOIN_END] - first[StepColumn.FORWARD_START] == 1
+    assert second[StepColumn.JOIN_END] == 0
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_rank_without_inputs_waits_until_the_join_ends(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    run(recorder, 1)
+    recorder.inputs_ran_out()
+    for step in (1, 2):
+        recorder.inputs_ran_out()
+        recorder.backward_began(step)
+        recorder.step_ended(StepKind.NO_INPUTS)
+    recorder.join_ended()
+    run(recorder, 1)
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    # The clock ticks when inputs run out, and when the next step begins, or the join ends.
+    assert [row[StepColumn.WITHOUT_INPUTS] for row in recording.rows] == [1, 1, 1, 0]
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_optimizer_that_calls_forward_and_backward_is_recorded_around_them(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    for number in range(2):
+        optimizer_began([7])
+        for closure in range(2):
+            recorder.forward_began()
+            recorder.forward_ended()
+            recorder.backward_began(2 * number + closure)
+            recorder.step_ended()
+        optimizer_ended([7])
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    for row, later in itertools.pairwise(recording.rows):
+        assert row[StepColumn.OPTIMIZER_START] == row[StepColumn.END]
+        assert row[StepColumn.END] < row[StepColumn.OPTIMIZER_END] <= later[StepColumn.BEGIN]
+    # Inside the optimizer, its part lasts until the next forward.
+    first, second = recording.rows[:2]
+    assert first[StepColumn.OPTIMIZER_END] == second[StepColumn.BEGIN]
+    for row in recording.rows:
+        inside = row[StepColumn.OPTIMIZER_END] - row[StepColumn.OPTIMIZER_START]
+        assert row[StepColumn.OPTIMIZER] == inside == 1
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_time_of_another_wrapper_is_recorded_unless_this_one_is_in_its_own_parts(tmp_path: Path) -> None:
+    one, other = new_recorder(tmp_path / "one"), Recorder([9], describe=describe, folder=tmp_path / "other")
+    other.follow(PLAN, 0)
+    for step in range(3):
+        one.forward_began()
+        other.forward_began()  # inside of the other's
+        other.forward_ended()
+        one.forward_ended()
+        other.backward_began(step)  # one waits for it, until its own begins
+        one.backward_began(step)
+        other.step_ended()
+        one.step_ended()
+        optimizer_began([9])
+        optimizer_ended([9])
+    for recorder in (one, other):
+        recorder.close()
+    [recording] = read_recording(tmp_path / "one")
+    for row in recording.rows[1:]:  # in the first step, writing the description also reads the clock
+        assert row[StepColumn.OTHERS_INSIDE] == 1
+        assert row[StepColumn.OTHERS] == 1
+
+
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
     columns, steps = row_width(2), 60_000
     ring = PlanWriter(describe(0), PLAN, 0, unit="samples", folder=tmp_path).ring
@@ -137,7 +269,7 @@ def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
         row[StepColumn.STEP] = step
         row[StepColumn.BEGIN] = 10 + 7 * step
         row[StepColumn.COUNT] = 3
-        ring.append(row, row_sums(row, next_begin=17 + 7 * step, communication=0))
+        ring.append(row, row_sums(row, next_begin=17 + 7 * step))
     assert (tmp_path / "rank0-wrapper0-plan0.rows").stat().st_size == size < 5_000_000
     [recording] = read_recording(tmp_path)
     assert recording.written == steps

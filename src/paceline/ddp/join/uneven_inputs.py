@@ -111,6 +111,7 @@ class UnevenInputs:
 
     def end_launched_step(self) -> None:
         """The inputs have run out: end what this rank has launched, before it issues other collectives."""
+        self._reducer.recorder.inputs_ran_out()
         turns = self._reducer.turns
         if turns.awaits_finalize(self._reducer):
             self._left_unfinalized = True
@@ -166,6 +167,10 @@ class UnevenInputs:
                 source=last.source,
                 bytes_at_once=bytes_at_once,
             )
+
+    def end(self) -> None:
+        """No rank waits for another one any more."""
+        self._reducer.recorder.join_ended()
 
     def grads(self) -> list[Tensor | None]:
         """The gradients of this rank's parameters."""
@@ -224,5 +229,6 @@ class ExhaustedRank(JoinHook):
         if self._own_grads is not None:
             self._inputs.set_grads(self._own_grads)
         self._inputs.sync_final_model(was_last=is_last_joiner)
+        self._inputs.end()
         disable_join(self._wrapper)
         self._inputs.check_finalized()

@@ -29,6 +29,7 @@ from paceline.comm.pending import WorkPending
 from paceline.errors import BenchError
 from paceline.testing import RankPool
 from paceline.tools.bench.measure import samples, slowest
+from paceline.tools.formatting import plural
 from paceline.torch_private import all_gather_single, reduce_scatter_single
 
 COLLECTIVE_SIDES = ("gloo", "backend", "shared", "memcpy")
@@ -117,7 +118,7 @@ class CollectiveCase:
     size: int
 
     def __str__(self) -> str:
-        return f"{self.collective} of {format_size(self.size)}, {self.world} ranks"
+        return f"{self.collective} of {format_size(self.size)}, {plural(self.world, 'rank')}"
 
     @property
     def calls(self) -> int:

@@ -30,6 +30,7 @@ from paceline.tools.bench.plots import check_plot_file, save_plot
 from paceline.tools.bench.sides import HOST, PLAIN, SHARDED, TORCH, Side
 from paceline.tools.bench.step_times import StepResult, TimeBudget, time_steps
 from paceline.tools.bench.user_model import UserModel
+from paceline.tools.formatting import plural
 from paceline.tools.run import agent
 from paceline.tools.run.failures import means_lost_rank
 
@@ -271,8 +272,7 @@ def _peak_memory(model: BenchModel, side: Side, options: BenchOptions) -> Size:
 
 
 def _heading(options: BenchOptions) -> str:
-    threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
-    ranks = f"{options.ranks} ranks with {threads} each"
+    ranks = f"{plural(options.ranks, 'rank')} with {plural(options.threads, 'thread')} each"
     return f"{machine()}\n{ranks}; medians (quartiles); times as fast as torch on gloo\n"
 
 
@@ -297,7 +297,7 @@ def _write(options: BenchOptions, measured: Measurements, plot: Path | None, wri
         save_plot(
             plot,
             title="torch and paceline",
-            note=f"{options.ranks} ranks; {machine()}",
+            note=f"{plural(options.ranks, 'rank')}; {machine()}",
             steps=measured.steps,
             collectives=measured.collectives,
         )

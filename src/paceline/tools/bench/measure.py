@@ -14,6 +14,8 @@ from typing import ClassVar, Self
 
 import torch
 
+from paceline.tools.formatting import plural
+
 # What a busy process runs: it ends when the process that started it, which is named, is no longer its parent.
 _BURN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(10_000))"
 
@@ -212,7 +214,7 @@ def processor() -> str:
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+    return f"{model}, {plural(len(os.sched_getaffinity(0)), 'core')}"
 
 
 def versions() -> dict[str, str]:

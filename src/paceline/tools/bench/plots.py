@@ -16,6 +16,7 @@ from paceline.tools.bench.collective_times import (
 from paceline.tools.bench.measure import Timing, format_seconds, time_unit, timing
 from paceline.tools.bench.sides import ALONE, OPTIMIZER_SIDES, Side
 from paceline.tools.bench.step_times import StepResult
+from paceline.tools.formatting import plain_number, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +93,7 @@ def _panels(collectives: Mapping[CollectiveCase, SecondsBySide]) -> dict[str, di
     panels: dict[str, dict[str, dict[int, Timing]]] = {}
     order = list(COLLECTIVES)
     for case in sorted(collectives, key=lambda case: (order.index(case.collective), case.world, case.size)):
-        panel = panels.setdefault(f"{case.collective}, {case.world} ranks", {})
+        panel = panels.setdefault(f"{case.collective}, {plural(case.world, 'rank')}", {})
         for side, values in collectives[case].items():
             panel.setdefault(side, {})[case.size] = timing(values)
     return panels
@@ -177,4 +178,4 @@ def _draw_lines(axis: "Axes", panel: Mapping[str, Mapping[int, Timing]]) -> None
 
 def _tick(seconds: float) -> str:
     unit, factor = time_unit(seconds)
-    return f"{seconds * factor:g} {unit}"
+    return f"{plain_number(seconds * factor)} {unit}"

@@ -27,6 +27,7 @@ from paceline.tools.bench.models import ADAMW
 from paceline.tools.bench.optimizer_choice import OptimizerChoice, choose_optimizer
 from paceline.tools.bench.sides import ALONE, PLAIN, STEP_SIDES, TORCH, Side
 from paceline.tools.bench.step_times import StepResult
+from paceline.tools.formatting import plural
 
 OPTIMIZER_KIND = "adamw_step"
 LEGEND = (
@@ -79,7 +80,7 @@ def step_results(result: StepResult) -> ResultGroup:
         rows=rows,
         rounds=result.repeats.rounds,
         calls=result.repeats.calls,
-        about=f"{result.elements:,} parameters in {result.tensors:,} tensor{'s' * (result.tensors > 1)}",
+        about=f"{plural(result.elements, 'parameter')} in {plural(result.tensors, 'tensor')}",
         notes=_notes(result),
         warnings=[] if result.warning is None else [result.warning],
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.tools.doctor.findings import Finding, fault, ok
 from paceline.tools.doctor.requested_run import Endpoint
+from paceline.tools.formatting import plural
 
 PORT_CHECK, CONNECTIONS_CHECK = "rendezvous", "connections"
 CONNECT_SECONDS = 3.0
@@ -206,7 +207,11 @@ def judge_connections(
         return []
     tried = sum(len(by_rank) for by_rank in errors if by_rank)
     return [
-        ok(CONNECTIONS_CHECK, f"every rank reaches every other rank ({tried} connections)", connections=tried)
+        ok(
+            CONNECTIONS_CHECK,
+            f"every rank reaches every other rank ({plural(tried, 'connection')})",
+            connections=tried,
+        )
     ]
 
 

@@ -108,10 +108,10 @@ def judge_software(software: SoftwareFacts) -> Finding:
 
 @dataclass(frozen=True)
 class ScriptProblem:
-    """Why ranks could not run the target, and the command that fixes it or shows more."""
+    """Why ranks could not run the target, and the command that fixes it or shows more, if there is one."""
 
     reason: str
-    fix: str
+    fix: str = ""
 
 
 def gather_script(target: str, kind: TargetKind) -> ScriptProblem | None:
@@ -133,7 +133,7 @@ def _script_problem(target: str) -> ScriptProblem | None:
     try:
         compile(path.read_bytes(), str(path), "exec")
     except FileNotFoundError:
-        return ScriptProblem(f"there is no such file (current folder: {Path.cwd()})", f"ls -l {quoted}")
+        return ScriptProblem(f"there is no such file: give its full path, or its path from {Path.cwd()}")
     except PermissionError:
         return ScriptProblem("it cannot be read", f"chmod a+r {quoted}")
     except OSError as error:
@@ -162,7 +162,7 @@ def _program_problem(target: str) -> ScriptProblem | None:
         return None
     if Path(target).is_file():
         return ScriptProblem("it cannot be executed", f"chmod a+x {quoted}")
-    return ScriptProblem("there is no such program", f"command -v {quoted}")
+    return ScriptProblem("there is no such program: give its full path, or add its folder to PATH")
 
 
 def judge_script(target: str, problem: ScriptProblem | None) -> Finding:

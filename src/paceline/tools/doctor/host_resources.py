@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.tools.doctor.findings import Finding, fault, notice, ok
 from paceline.tools.doctor.requested_run import RequestedRun
+from paceline.tools.formatting import plural
 from paceline.tools.run import agent
 
 MEMORY_CHECK, CORES_CHECK, FILES_CHECK = "shared memory", "cores and threads", "file limit"
@@ -156,7 +157,7 @@ def judge_cores(cores: CoreFacts, run: RequestedRun) -> Finding:
         return fault(CORES_CHECK, found, f"export OMP_NUM_THREADS={best}", **data)
     # Without a setting, paceline run divides the cores among the ranks.
     threads = max(1, cores.allowed // run.ranks) if setting is None else int(setting)
-    wanted = f"{run.ranks} ranks x {threads} threads on {cores.usable:g} cores"
+    wanted = f"{plural(run.ranks, 'rank')} x {plural(threads, 'thread')} on {plural(cores.usable, 'core')}"
     if threads > best:
         found = f"threads are oversubscribed ({wanted})"
         return fault(CORES_CHECK, found, f"export OMP_NUM_THREADS={best}", **data)

@@ -11,7 +11,6 @@ from paceline.tools.doctor.rank_measurements import judge_clocks, judge_pairs
 from paceline.tools.doctor.rank_program import RENDEZVOUS, RankFacts, load_facts
 from paceline.tools.doctor.requested_run import RequestedRun
 from paceline.tools.run import agent, worker
-from paceline.tools.run.failures import summarise
 from paceline.tools.run.processes import guarded_folder
 
 RANKS_CHECK, VERSIONS_CHECK, DTYPES_CHECK = "ranks", "versions", "dtypes"
@@ -40,7 +39,7 @@ def _judge_result(result: agent.JobResult, run: RequestedRun) -> list[Finding]:
             found = f"hosts did not meet in time (hosts: {run.hosts}, at: {run.endpoint}, {error})"
             return [fault(RANKS_CHECK, found, "paceline doctor …    # on every host, with the same options")]
         return [fault(RANKS_CHECK, f"ranks could not be started ({error})", "paceline doctor --no-ranks")]
-    summary = summarise(result.failures)
+    summary = result.summary
     if summary is None or result.signal is not None:
         return []
     # A signal came from outside. Otherwise the first thing that can fail is an import.

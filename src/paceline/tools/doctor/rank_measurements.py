@@ -17,6 +17,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.rendezvous import pair_group
 from paceline.tools.doctor.findings import Finding, fault, notice, ok
+from paceline.tools.formatting import plain_number, plural
 
 CLOCKS_CHECK, SPEED_CHECK = "clocks", "speed"
 CLOCK_ROUNDS = 8
@@ -169,18 +170,19 @@ def judge_pairs(measured: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Fin
 def _judge_kind(kind: str, pairs: Sequence[PairSpeed]) -> list[Finding]:
     latencies = _range([pair["latency_us"] for pair in pairs])
     speeds = _range([pair["mb_per_s"] for pair in pairs])
-    count = f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
-    summary = f"{kind}: {latencies} us, {speeds} MB/s (all-reduce of two ranks, {count})"
+    measured = plural(len(pairs), "pair")
+    summary = f"{kind}: {latencies} us, {speeds} MB/s (all-reduce of two ranks, {measured})"
     findings = [ok(SPEED_CHECK, summary, kind=kind, pairs=list(pairs))]
     usual = statistics.median(pair["mb_per_s"] for pair in pairs)
     for pair in pairs:
         if pair["mb_per_s"] < SLOW_PART * usual:
             a, b = pair["ranks"]
-            found = f"ranks {a} and {b} are slow by {kind} ({pair['mb_per_s']} MB/s; others: {usual} MB/s)"
+            speed = f"{plain_number(pair['mb_per_s'])} MB/s; others: {plain_number(usual)} MB/s"
+            found = f"ranks {a} and {b} are slow by {kind} ({speed})"
             findings.append(notice(SPEED_CHECK, found, pair=dict(pair)))
     return findings
 
 
 def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return plain_number(low) if low == high else f"{plain_number(low)} to {plain_number(high)}"

@@ -7,22 +7,26 @@ from pathlib import Path
 
 from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn, StepKind, SumColumn
-from paceline.tools.formatting import milliseconds, rank_list
+from paceline.tools.formatting import milliseconds, percent, rank_list
 from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
 from paceline.tools.report.generations import PlanSummary
 from paceline.tools.report.run_history import RunHistory, read_history
 from paceline.tools.report.step_parts import (
-    PartTimes,
+    NEXT_TO_NOTHING,
     StepPart,
     communication,
-    mean_parts,
     median,
     quartiles,
     rank_part_times,
-    typical_rows,
 )
 from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
-from paceline.tools.report.suggestions import RunFacts, Suggestion, suggestions
+from paceline.tools.report.suggestions import LARGE_PAUSES, RunFacts, Suggestion, suggestions
+from paceline.tools.report.wall_time import (
+    PauseSummary,
+    RankWallTime,
+    pause_summaries,
+    rank_wall_times,
+)
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
 _FEWEST_STEPS = 8
@@ -31,16 +35,17 @@ _NO_HISTORY = RunHistory()
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's typical step; times are milliseconds.
+    """One rank's wall time; times are milliseconds.
 
     Attributes:
         rank: the rank.
         host: the name of its host; if a process on another host took its place, the names of both.
-        step_ms: first quartile, median and third quartile of its steps.
-        parts: where a step goes, on average over the middle half of its steps.
+        step_ms: first quartile of its steps without pauses, their mean, and third quartile.
+        parts: where the wall time goes, as the mean per step; pauses are the last of them.
         communication_ms: how long a bucket was in flight, per step.
         overlap_ms: how much of that was during backward.
-        mean_step_ms: the average step of the whole run.
+        mean_step_ms: the wall time of a step: the sum of the parts.
+        wall_ms: from the begin of its first step to the end of its last one.
         longest_step_ms: the longest step of the whole run.
     """
 
@@ -51,6 +56,7 @@ class RankFigures:
     communication_ms: float
     overlap_ms: float
     mean_step_ms: float
+    wall_ms: float
     longest_step_ms: float
 
 
@@ -68,14 +74,20 @@ class RunAnalysis:
         first_detailed_step: the first of these.
         figures_from_step: the first step that the figures are taken from. They leave out the steps before a
             rank became a straggler.
+        figures_to_step: the last step that they are taken from.
+        figures_steps: how many steps they are taken from.
         lost_steps: how many detailed steps were lost, because of an error.
         steps_done_again: how many of these were done again, after ranks had been replaced or left out.
         steps_without_inputs: in how many detailed steps a rank had no inputs left.
-        step_ms: first quartile, median and third quartile of the steps of all ranks.
-        mean_step_ms: the average step of the whole run.
-        parts: where a step goes, on the average rank, in milliseconds.
+        step_ms: first quartile of the steps of all ranks without pauses, their mean, and third quartile.
+        mean_step_ms: the wall time of a step, with pauses: the sum of the parts.
+        wall_ms: the wall time, on the average rank.
+        steps_per_second: how many steps there were in a second of wall time.
+        parts: where the wall time goes, as the mean per step on the average rank, in milliseconds.
+        pauses: the pauses by cause, those that took most time first.
         communication_ms: how long a bucket is in flight, per step.
         overlap: the share of that which is during backward; None if there is no communication.
+        why_no_overlap: why that is next to nothing; empty if it is not.
         units_per_second: how many samples all ranks processed together; None if they were not counted.
         unit: what was counted, if not samples.
         ranks: the figures of each rank.
@@ -97,14 +109,20 @@ class RunAnalysis:
     detailed_steps: int
     first_detailed_step: int
     figures_from_step: int
+    figures_to_step: int
+    figures_steps: int
     lost_steps: int
     steps_done_again: int
     steps_without_inputs: int
     step_ms: tuple[float, float, float]
     mean_step_ms: float
+    wall_ms: float
+    steps_per_second: float
     parts: Mapping[str, float]
+    pauses: Sequence[PauseSummary]
     communication_ms: float
     overlap: float | None
+    why_no_overlap: str
     units_per_second: float | None
     unit: str
     ranks: Sequence[RankFigures]
@@ -117,6 +135,13 @@ class RunAnalysis:
     plans: Sequence[PlanSummary]
     history: RunHistory
 
+    @property
+    def figures_of(self) -> str:
+        """Of which steps the figures are; empty if they are of all."""
+        if self.figures_steps >= self.steps:
+            return ""
+        return f"figures of steps {self.figures_from_step:,} to {self.figures_to_step:,}"
+
 
 def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
     """The runs that were recorded in a folder, one per wrapper, each with its analysis.
@@ -126,39 +151,69 @@ def analyse_recording(folder: Path) -> list[tuple[WrapperRun, RunAnalysis]]:
     """
     recordings = read_recording(folder)
     history = read_history(folder, recordings)
-    return [(run, analyse(run, history)) for run in wrapper_runs(recordings)]
+    runs = wrapper_runs(recordings)
+    return [(run, analyse(run, history, _other_modules(run, runs))) for run in runs]
 
 
-def analyse(whole: WrapperRun, history: RunHistory = _NO_HISTORY) -> RunAnalysis:
-    """The analysis of one wrapper's run."""
-    all_parts = rank_part_times(whole)
-    stragglers = find_stragglers(whole, all_parts, quartiles(_step_times(whole))[1])
+def _other_modules(run: WrapperRun, runs: Sequence[WrapperRun]) -> list[str]:
+    """The modules of other wrappers on the same ranks; the same module with fewer ranks is no other one."""
+    return [
+        each.module for each in runs if each.module != run.module and not {*run.group}.isdisjoint(each.group)
+    ]
+
+
+def analyse(
+    whole: WrapperRun, history: RunHistory = _NO_HISTORY, other_modules: Sequence[str] = ()
+) -> RunAnalysis:
+    """The analysis of one wrapper's run.
+
+    Args:
+        whole: the run.
+        history: what happened to its ranks.
+        other_modules: the modules of other wrappers on the same ranks.
+    """
+    stragglers = find_stragglers(whole, rank_part_times(whole), quartiles(_step_times(whole))[1])
     run = _since_last_straggler(whole, stragglers)
-    parts = all_parts if run is whole else rank_part_times(run)
-    figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, parts, strict=True)]
-    step_ns = quartiles(_step_times(run))
+    walls = rank_wall_times(run)
+    figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, walls, strict=True)]
+    step_ns = quartiles([step for wall in walls for step in wall.usual_steps()])
     buckets = bucket_waits(run)
-    facts = _facts(whole, run, figures, buckets, stragglers)
+    pauses = pause_summaries(run, walls)
+    facts = _facts(whole, run, figures, buckets, stragglers, pauses)
+    wall_ms = statistics.fmean(each.wall_ms for each in figures)
     overlap_ms = statistics.fmean(each.overlap_ms for each in figures)
     overlap = overlap_ms / facts.in_flight if facts.in_flight else None
+    why_no_overlap = _why_no_overlap(facts, overlap)
+    parts_of_step = _average_parts(figures)
     return RunAnalysis(
         module=run.module,
-        summary=_summary(facts, overlap),
+        summary=_summary(
+            facts,
+            overlap,
+            why_no_overlap,
+            _largest_part(parts_of_step, other_modules, sees_optimizer=facts.sees_optimizer),
+        ),
         group=run.group,
         missing_ranks=run.missing,
         steps=sum(plan.steps for plan in run.plans),
         detailed_steps=_detailed_steps(whole),
         first_detailed_step=_first_step(whole),
         figures_from_step=_first_step(run),
+        figures_to_step=max(timeline[StepColumn.STEP][-1] for timeline in run.timelines),
+        figures_steps=_detailed_steps(run),
         lost_steps=whole.steps_of_kind(StepKind.LOST),
         steps_done_again=len(whole.done_again),
         steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
-        step_ms=_in_ms(step_ns),
+        step_ms=_spread(step_ns, facts.step),
         mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
-        parts={str(part): spent for part, spent in _average_parts(figures).items()},
+        wall_ms=wall_ms,
+        steps_per_second=_detailed_steps(run) / wall_ms * 1e3 if wall_ms else 0.0,
+        parts={str(part): spent for part, spent in parts_of_step.items()},
+        pauses=pauses,
         communication_ms=facts.in_flight,
         overlap=overlap,
-        units_per_second=_units_per_second(run),
+        why_no_overlap=why_no_overlap,
+        units_per_second=_units_per_second(run, wall_ms),
         unit=str(run.description["unit"]),
         ranks=figures,
         delays=rank_delays(run, step_ns[1], stragglers),
@@ -178,15 +233,17 @@ def _facts(
     figures: Sequence[RankFigures],
     buckets: Sequence[BucketWait],
     stragglers: Sequence[Straggler],
+    pauses: Sequence[PauseSummary],
 ) -> RunFacts:
     """What suggestions are made from."""
     parts = _average_parts(figures)
     # In these parts ranks also wait for a straggler, which has its own suggestion. What the parts cost by
     # themselves is what they cost the rank that spends least in them.
-    least = {part: min(each.parts[part] for each in figures) for part in (StepPart.BUFFERS, StepPart.DATA)}
+    alone = (StepPart.JOIN, StepPart.BUFFERS, StepPart.LOADER, StepPart.DATA)
+    least = {part: min(each.parts[part] for each in figures) for part in alone}
     return RunFacts(
-        # The sum of the parts instead of the median step, so that a part is never more than the whole.
-        step=sum(parts.values()),
+        step=sum(parts.values()) - parts[StepPart.PAUSE],
+        pauses=pauses,
         parts=parts | least,
         in_flight=statistics.fmean(each.communication_ms for each in figures),
         first_ready=_first_ready(buckets, parts[StepPart.BACKWARD]),
@@ -200,7 +257,18 @@ def _facts(
         stragglers=stragglers,
         lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / _detailed_steps(whole),
         without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / _detailed_steps(whole),
+        without_optimizer=_without_optimizer(run),
     )
+
+
+def _without_optimizer(run: WrapperRun) -> float:
+    """The share of ordinary steps after which no optimizer stepped; the last step is not complete."""
+    starts = [
+        timeline[StepColumn.OPTIMIZER_START][row]
+        for timeline, rows in zip(run.timelines, run.common_rows, strict=True)
+        for row in rows[:-1]
+    ]
+    return starts.count(0) / len(starts) if starts else 0.0
 
 
 def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
@@ -230,25 +298,27 @@ def _since_last_straggler(run: WrapperRun, stragglers: Sequence[Straggler]) -> W
     return recent if min(map(len, recent.timelines)) >= _FEWEST_STEPS else run
 
 
-def _figures(run: WrapperRun, timeline: RankTimeline, parts: PartTimes) -> RankFigures:
-    rows = typical_rows(timeline.step_times)
-    in_flight, overlap = communication(run, timeline)
-    steps = max(1, sum(each[SumColumn.STEPS] for each in timeline.sums))
+def _figures(run: WrapperRun, timeline: RankTimeline, wall: RankWallTime) -> RankFigures:
+    parts = {str(part): spent / 1e6 for part, spent in wall.per_step().items()}
+    in_flight, overlap = communication(run, timeline, wall.times[StepPart.PAUSE])
+    usual = sum(parts.values()) - parts[StepPart.PAUSE]
     return RankFigures(
         rank=timeline.rank,
         host=timeline.host,
-        step_ms=_in_ms(quartiles(timeline.step_times[: max(1, len(timeline) - 1)])),
-        parts={str(part): spent / 1e6 for part, spent in mean_parts(parts, rows).items()},
+        step_ms=_spread(quartiles(wall.usual_steps()), usual),
+        parts=parts,
         communication_ms=in_flight / 1e6,
         overlap_ms=overlap / 1e6,
-        mean_step_ms=sum(each[SumColumn.STEP] for each in timeline.sums) / steps / 1e6,
+        mean_step_ms=sum(parts.values()),
+        wall_ms=wall.wall / 1e6,
         longest_step_ms=max((each[SumColumn.LONGEST] for each in timeline.sums), default=0) / 1e6,
     )
 
 
-def _in_ms(quartiles_ns: tuple[float, float, float]) -> tuple[float, float, float]:
-    low, middle, high = quartiles_ns
-    return low / 1e6, middle / 1e6, high / 1e6
+def _spread(quartiles_ns: tuple[float, float, float], step: float) -> tuple[float, float, float]:
+    """The mean step without pauses between the quartiles. All texts have this one; parts are shares of it."""
+    low, _, high = quartiles_ns
+    return low / 1e6, step, high / 1e6
 
 
 def _first_ready(buckets: Sequence[BucketWait], backward: float) -> float:
@@ -262,11 +332,10 @@ def _hosts(run: WrapperRun) -> int:
     return max(1, int(run.description["hosts"]), len(boots))
 
 
-def _units_per_second(run: WrapperRun) -> float | None:
-    """Of all ranks together; ranks run at the same pace, so the time is that of one rank."""
-    counted = sum(each[SumColumn.COUNT] for timeline in run.timelines for each in timeline.sums)
-    longest = max(sum(each[SumColumn.STEP] for each in timeline.sums) for timeline in run.timelines)
-    return counted / (longest / 1e9) if counted and longest else None
+def _units_per_second(run: WrapperRun, wall_ms: float) -> float | None:
+    """Of all ranks together, in the same wall time as the steps per second."""
+    counted = sum(sum(timeline[StepColumn.COUNT]) for timeline in run.timelines)
+    return counted / (wall_ms / 1e3) if counted and wall_ms else None
 
 
 def _run_facts(run: WrapperRun) -> dict[str, str | int]:
@@ -281,21 +350,63 @@ def _run_facts(run: WrapperRun) -> dict[str, str | int]:
     }
 
 
-def _summary(facts: RunFacts, overlap: float | None) -> str:
-    step = f"A step takes {milliseconds(facts.step)}"
+def _summary(facts: RunFacts, overlap: float | None, why_no_overlap: str, largest_part: str) -> str:
+    why = f", because {why_no_overlap}" if why_no_overlap else ""
+    step = _step_summary(facts, overlap, why, largest_part)
+    paused = facts.paused_share
+    return f"{_pause_summary(facts, paused)} {step}" if paused >= LARGE_PAUSES else step
+
+
+def _pause_summary(facts: RunFacts, paused: float) -> str:
+    first, *others = facts.pauses
+    causes = ", ".join(map(str, [first, *(each for each in others if each.share >= LARGE_PAUSES / 2)]))
+    return f"Pauses take {percent(paused)} of the wall time ({causes})."
+
+
+def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part: str) -> str:
+    without = " without them" if facts.paused_share >= LARGE_PAUSES else ""
+    step = f"A step takes {milliseconds(facts.step)}{without}"
     if facts.stragglers and facts.stragglers[0].last_step is None:
         return _straggler_summary(step, [each for each in facts.stragglers if each.last_step is None])
+    joining = facts.parts[StepPart.JOIN]
+    if facts.is_worth(joining) and joining > facts.exposed:
+        return (
+            f"{step}, of which {milliseconds(joining)} ({percent(joining / facts.step)}) is waiting in join."
+        )
     if facts.ranks > 1 and facts.is_worth(facts.exposed):
-        exposed = f"{milliseconds(facts.exposed)} ({facts.exposed / facts.step:.0%})"
-        return f"{step}, of which {exposed} is exposed communication: it does not overlap with backward."
-    part = max(facts.parts, key=lambda each: facts.parts[each])
-    if part is StepPart.DATA and facts.is_worth(facts.parts[part]):
-        between = milliseconds(facts.parts[part])
-        return f"{step}, most of it between the optimizer and the next forward: {between}."
+        exposed = f"{milliseconds(facts.exposed)} ({percent(facts.exposed / facts.step)})"
+        return f"{step}, of which {exposed} is exposed communication: it does not overlap with backward{why}."
+    where = f"{step}, {largest_part}"
     if facts.ranks == 1:
-        return f"{step}, most of it in {part}. There is only one rank, so nothing is averaged."
-    overlaps = f"; {overlap:.0%} of the communication overlaps with backward" if overlap is not None else ""
-    return f"{step}, most of it in {part}{overlaps}. No rank is a straggler."
+        return f"{where}. There is only one rank, so nothing is averaged."
+    if overlap is None:
+        return f"{where}. No rank is a straggler."
+    overlaps = f"{percent(overlap)} of the communication overlaps with backward{why}"
+    return f"{where}; {overlaps}. No rank is a straggler."
+
+
+def _largest_part(
+    parts: Mapping[StepPart, float], other_modules: Sequence[str], *, sees_optimizer: bool
+) -> str:
+    """Where most of a step goes, or the largest part of it."""
+    usual = {part: spent for part, spent in parts.items() if part is not StepPart.PAUSE}
+    part = max(usual, key=lambda each: usual[each])
+    share = usual[part] / (sum(usual.values()) or 1.0)
+    before = "the optimizer" if sees_optimizer else "backward"
+    where = f"between {before} and the next forward" if part is StepPart.DATA else f"in {part}"
+    named = f", {', '.join(other_modules)}" if part is StepPart.OTHER_WRAPPERS and other_modules else ""
+    return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{named})"
+
+
+def _why_no_overlap(facts: RunFacts, overlap: float | None) -> str:
+    """Why next to no communication is hidden behind backward; empty if some is, or there is none."""
+    if overlap is None or overlap >= NEXT_TO_NOTHING or facts.ranks == 1:
+        return ""
+    if len(facts.buckets) == 1:
+        return "all gradients are in one bucket, which is full only when backward ends"
+    if facts.first_ready > 1 - NEXT_TO_NOTHING:
+        return "the first bucket is full only when backward ends"
+    return "buckets are launched only when backward ends"
 
 
 def _straggler_summary(step: str, stragglers: Sequence[Straggler]) -> str:

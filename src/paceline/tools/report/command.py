@@ -15,7 +15,7 @@ from rich.table import Table
 from paceline.errors import PacelineError, RecordingError
 from paceline.recording.files import write_file
 from paceline.recording.healings import read_healings
-from paceline.tools.formatting import milliseconds, printable, rank_list
+from paceline.tools.formatting import milliseconds, percent, plain_number, plural, printable, rank_list
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
 from paceline.tools.report.html_page import html_page
 from paceline.tools.report.last_minute import LastMinute, last_minute
@@ -86,7 +86,7 @@ def _write_more(
 ) -> None:
     if trace is not None:
         steps = write_trace(runs, trace)
-        console.print(f"trace of the last {steps:,} steps: {_shown(str(trace))}")
+        console.print(f"trace of the last {plural(steps, 'step')}: {_shown(str(trace))}")
     if tensorboard is not None:
         write_scalars(runs, tensorboard)
         console.print(f"scalars: {_shown(str(tensorboard))}")
@@ -94,13 +94,24 @@ def _write_more(
 
 def _print_summary(analysis: RunAnalysis, console: Console) -> None:
     ranks = rank_list(analysis.group)
-    console.print(f"\n[bold]{_shown(analysis.module)}[/bold] on {ranks}, {analysis.steps:,} steps")
+    steps = plural(analysis.steps, "step")
+    console.print(f"\n[bold]{_shown(analysis.module)}[/bold] on {ranks}, {steps}, {_rates(analysis)}")
     console.print(_shown(analysis.summary))
     if analysis.missing_ranks:
         console.print(f"[yellow]no recording of {rank_list(analysis.missing_ranks)}[/yellow]")
     console.print(_parts_table(analysis))
+    if analysis.why_no_overlap:
+        console.print(f"nothing hides communication: {analysis.why_no_overlap}")
     changes = [f"{_shown(each.change)}\n    {_shown(each.evidence)}" for each in analysis.suggestions]
     _print_list("suggestions", changes or ["none: no part of a step stands out"], console)
+
+
+def _rates(analysis: RunAnalysis) -> str:
+    """Steps and units per second of wall time, and of which steps that is."""
+    rates = [f"{plain_number(analysis.steps_per_second)} steps/s"]
+    if analysis.units_per_second is not None:
+        rates.append(f"{plain_number(analysis.units_per_second)} {_shown(analysis.unit)}/s")
+    return ", ".join(rates) + (f" ({analysis.figures_of})" if analysis.figures_of else "")
 
 
 def _print_history(history: RunHistory, console: Console) -> None:
@@ -117,10 +128,11 @@ def _parts_table(analysis: RunAnalysis) -> Table:
     whole = sum(analysis.parts.values()) or 1.0
     for part, spent in analysis.parts.items():
         if spent:
-            table.add_row(part, milliseconds(spent), f"{spent / whole:.0%}")
-    overlap = "none" if analysis.overlap is None else f"{analysis.overlap:.0%}"
-    communication = f"of {milliseconds(analysis.communication_ms)}"
-    table.add_row("communication that overlaps with backward", overlap, communication)
+            table.add_row(part, milliseconds(spent), percent(spent / whole))
+    table.add_row("wall time per step", milliseconds(whole), percent(1.0))
+    overlap = "none" if analysis.overlap is None else percent(analysis.overlap)
+    of = f"of {milliseconds(analysis.communication_ms)}"
+    table.add_row("communication that overlaps with backward", overlap, of)
     for column in table.columns[1:]:
         column.justify = "right"
     return table

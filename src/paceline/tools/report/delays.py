@@ -23,7 +23,7 @@ from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 _ALONE: list[StepPart] = [
     part
     for part in StepPart
-    if part not in (StepPart.BUFFERS, StepPart.WAITING, StepPart.EXPOSED_COMMUNICATION)
+    if part not in (StepPart.JOIN, StepPart.BUFFERS, StepPart.WAITING, StepPart.EXPOSED_COMMUNICATION)
 ]
 # A part that takes this many nanoseconds longer than on other ranks is worth naming; less is noise.
 LEAST = 100_000
@@ -38,7 +38,7 @@ class SyncPoint(enum.StrEnum):
     """Where ranks wait for each other."""
 
     FORWARD_START = "the start of forward"
-    """If module buffers are synchronised there."""
+    """If module buffers are synchronised there, or under join."""
     BACKWARD_END = "the end of backward"
 
 
@@ -69,10 +69,14 @@ def sync_delays(run: WrapperRun, least: float) -> dict[SyncPoint, Delays]:
     by_step = _sync_times(run, uses_clocks=_are_clocks_good(run, least))
     ends = [own_backward_ends(step) for step in by_step]
     found = {SyncPoint.BACKWARD_END: _compare(ends, len(run.timelines))}
-    if all(any(timeline[StepColumn.BUFFERS_END]) for timeline in run.timelines):
+    if all(_waits_in_forward(timeline) for timeline in run.timelines):
         starts = [[each.forward_start for each in step] for step in by_step]
         found[SyncPoint.FORWARD_START] = _compare(starts, len(run.timelines))
     return found
+
+
+def _waits_in_forward(timeline: RankTimeline) -> bool:
+    return any(timeline[StepColumn.BUFFERS_END]) or any(timeline[StepColumn.JOIN_END])
 
 
 def own_backward_ends(ranks: Sequence[SyncTimes]) -> list[int]:
@@ -91,11 +95,10 @@ def _sync_times(run: WrapperRun, *, uses_clocks: bool) -> list[tuple[SyncTimes, 
 
 
 def _rank_times(timeline: RankTimeline, row: int, *, zero: int) -> SyncTimes:
-    start, buffers_end = timeline[StepColumn.FORWARD_START][row], timeline[StepColumn.BUFFERS_END][row]
-    # Without a broadcast, a rank is through with it at once.
-    return SyncTimes(
-        start - zero, max(start, buffers_end) - zero, timeline[StepColumn.BACKWARD_END][row] - zero
-    )
+    start, join_end = timeline[StepColumn.FORWARD_START][row], timeline[StepColumn.JOIN_END][row]
+    # Without a broadcast, and without join, a rank is through with it at once.
+    ready = max(start, join_end, timeline[StepColumn.BUFFERS_END][row])
+    return SyncTimes(start - zero, ready - zero, timeline[StepColumn.BACKWARD_END][row] - zero)
 
 
 def _are_clocks_good(run: WrapperRun, least: float) -> bool:

@@ -5,13 +5,18 @@ with plans that begin anew: a new generation. The steps of the same plan in all 
 A generation begins with a step of another plan, which does again what was lost. It is there too, without its
 buckets. Which process a rank was does not matter: its number stays. If a rank was lost and not replaced, the
 wrapper averages over other ranks, perhaps with other numbers, so this is another run.
+
+Note [Plans that follow each other]. A wrapper gets another plan when its parameters or its hook change, or
+when bucket caps are tried. The steps of such plans are in the same timeline, without their buckets, as long
+as they follow each other: no step between two plans has left the ring, or was averaged over another group.
+Only the very first step is left out, if it has a plan of its own. In it, ranks wait until all have started.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from paceline.recording.reader import PlanRecording
 from paceline.recording.recorder import PLANS_PER_GENERATION
@@ -103,13 +108,75 @@ def main_recordings(plans: Sequence[RecordedPlan]) -> list[PlanRecording]:
     return sorted(with_rows or found, key=lambda each: (each.rank, each.plan))
 
 
-def later_plans(recordings: Sequence[PlanRecording], main: Sequence[PlanRecording]) -> list[PlanRecording]:
-    """What later generations recorded with other plans, without buckets."""
-    first = min(generation_of(each.plan) for each in main)
+def other_plans(recordings: Sequence[PlanRecording], main: Sequence[PlanRecording]) -> list[PlanRecording]:
+    """What belongs into the same timelines and has other plans, without buckets.
+
+    See Note [Plans that follow each other]. Of later generations, of which none has the main plan, all plans.
+    """
     known = {(each.rank, each.plan) for each in main}
     no_buckets = [0] * (row_width(len(main[0].description["buckets"])) - len(StepColumn))
+    numbers = _numbers_in_timeline(recordings, {each.plan for each in main})
     return [
         replace(each, rows=[[*row[: len(StepColumn)], *no_buckets] for row in each.rows])
         for each in recordings
-        if generation_of(each.plan) > first and (each.rank, each.plan) not in known and each.rows
+        if each.plan in numbers and (each.rank, each.plan) not in known and each.rows
     ]
+
+
+def _numbers_in_timeline(recordings: Sequence[PlanRecording], main: Collection[int]) -> set[int]:
+    """The numbers of the plans whose steps are in the same timeline as those of the main plan."""
+    spans = _plan_spans(recordings)
+    found: set[int] = set()
+    for generation, numbers in groupby(sorted(spans), key=generation_of):
+        own = list(numbers)
+        places = [own.index(number) for number in main if number in own]
+        if places:
+            found.update(_following_each_other(own, spans, places[0]))
+        elif generation > min(map(generation_of, main)):
+            found.update(own)
+    return found - _plan_of_the_first_step(spans)
+
+
+@dataclass(frozen=True)
+class _PlanSpan:
+    """The recorded steps of a plan; whether they are all that it had, and whether that is one step only."""
+
+    first: int
+    last: int
+    is_whole: bool
+    is_single: bool
+
+
+def _plan_spans(recordings: Sequence[PlanRecording]) -> dict[int, _PlanSpan]:
+    by_number: dict[int, list[PlanRecording]] = defaultdict(list)
+    for each in recordings:
+        if each.rows:
+            by_number[each.plan].append(each)
+    return {
+        number: _PlanSpan(
+            first=min(each.rows[0][StepColumn.STEP] for each in own),
+            last=max(each.rows[-1][StepColumn.STEP] for each in own),
+            is_whole=all(len(each.rows) >= each.written for each in own),
+            is_single=all(each.written == 1 for each in own),
+        )
+        for number, own in by_number.items()
+    }
+
+
+def _following_each_other(numbers: Sequence[int], spans: Mapping[int, _PlanSpan], place: int) -> list[int]:
+    """Of some plans, those around one of them with no step missing between them."""
+    joined = [
+        spans[left].last + 1 == spans[right].first and spans[right].is_whole
+        for left, right in pairwise(numbers)
+    ]
+    start = end = place
+    while start > 0 and joined[start - 1]:
+        start -= 1
+    while end < len(joined) and joined[end]:
+        end += 1
+    return list(numbers[start : end + 1])
+
+
+def _plan_of_the_first_step(spans: Mapping[int, _PlanSpan]) -> set[int]:
+    """The plan that only the very first step had."""
+    return {number for number, span in spans.items() if number == 0 and span.is_single}

@@ -10,15 +10,24 @@ from typing import Any
 from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.report.analysis import RunAnalysis
 from paceline.tools.report.last_minute import LastMinute
-from paceline.tools.report.page_numbers import COLUMNS, encode, step_columns, sum_columns, tick
+from paceline.tools.report.page_numbers import (
+    COLUMNS,
+    encode,
+    overlay_columns,
+    step_columns,
+    sum_columns,
+    tick,
+)
 from paceline.tools.report.run_history import RunHistory
 from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.terms import TERMS
+from paceline.tools.report.wall_time import PauseCause, rank_wall_times
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 # In all timelines together. A browser would take long to open a page with more.
 _MOST_NUMBERS = 3_500_000
 _MOST_RANKS = 64
-_SCRIPTS = ("data.js", "formatting.js", "timeline.js", "plots.js", "tables.js", "page.js")
+_SCRIPTS = ("data.js", "formatting.js", "terms.js", "timeline.js", "plots.js", "tables.js", "page.js")
 
 
 def html_page(
@@ -31,11 +40,19 @@ def html_page(
         drawn = _drawn(run, analysis)
         last = max(1, share // (len(drawn) * (COLUMNS + len(BucketColumn) * len(run.buckets))))
         unit, start = tick(drawn), min(_first_begin(timeline, last) for timeline in drawn)
+        overlays = _overlays(run, drawn, last, unit)
         wrappers.append(_wrapper_data(run, analysis, drawn, last, start) | {"tick_ms": unit / 1e6})
-        for timeline in drawn:
-            columns += [*step_columns(timeline, last, start=start, unit=unit), *sum_columns(timeline)]
-    data = {"parts": [str(part) for part in StepPart], "wrappers": wrappers}
-    return _fill_template(
+        for timeline, about, own in zip(drawn, wrappers[-1]["timelines"], overlays, strict=True):
+            about["overlays"] = len(own[-1])
+            columns += [*step_columns(timeline, last, start=start, unit=unit), *sum_columns(timeline), *own]
+    data = {
+        "parts": [str(part) for part in StepPart],
+        "causes": [str(cause) for cause in PauseCause],
+        "terms": TERMS,
+        "wrappers": wrappers,
+    }
+    return fill_template(
+        _file("template.html"),
         {
             "title": html.escape(
                 f"{wrappers[0]['module']}: paceline report".encode("ascii", "replace").decode()
@@ -45,8 +62,15 @@ def html_page(
             "report": _json(data),
             "numbers": encode(columns),
             "script": "\n".join(map(_file, _SCRIPTS)),
-        }
+        },
     )
+
+
+def _overlays(
+    run: WrapperRun, drawn: Sequence[RankTimeline], last: int, unit: int
+) -> list[list[Sequence[int]]]:
+    walls = dict(zip((each.rank for each in run.timelines), rank_wall_times(run), strict=True))
+    return [overlay_columns(timeline, walls[timeline.rank], last, unit=unit) for timeline in drawn]
 
 
 def _last_minute_section(last: LastMinute) -> str:
@@ -54,7 +78,7 @@ def _last_minute_section(last: LastMinute) -> str:
         f"<h3>rank {rank.rank}</h3><pre>{html.escape(chr(10).join([*rank.lines, '', *rank.stack]))}</pre>"
         for rank in last.ranks
     )
-    title = '<h2 id="last-minute-title">The last minute</h2>'
+    title = '<h2 id="last-minute-title" data-term="last minute">The last minute</h2>'
     first = f"<p>{html.escape(last.first)}</p>"
     return f'<section aria-labelledby="last-minute-title">{title}{first}{ranks}</section>'
 
@@ -104,9 +128,9 @@ def _history_data(history: RunHistory, *, start: int) -> dict[str, Any]:
     }
 
 
-def _fill_template(values: dict[str, str]) -> str:
+def fill_template(template: str, values: dict[str, str]) -> str:
     """Replace each {{name}} by its value; a value that contains such a name itself is left as it is."""
-    first, *rest = _file("template.html").split("{{")
+    first, *rest = template.split("{{")
     filled = [first]
     for piece in rest:
         name, after = piece.split("}}", 1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 
+from paceline.tools.formatting import plural
 from paceline.watch.error_words import is_consequence
 from paceline.watch.rank_page import Activity, Moment, PageContent, Sample
 from paceline.watch.stacks import decode
@@ -21,6 +22,8 @@ _NAMES = {
     Activity.BUFFERS: "waiting for module buffers",
     Activity.BUCKET: "waiting for a bucket",
     Activity.UPDATE: "waiting for the update of shared parameters",
+    Activity.OUTER: "waiting in an outer step",
+    Activity.TUNING: "measuring links for the hook auto",
 }
 
 
@@ -83,9 +86,8 @@ def _lines(page: PageContent) -> list[str]:
     groups = [list(same) for _, same in groupby(page.samples, key=lambda sample: sample.line)]
     end = page.samples[-1].at if page.samples else 0
     lines = [_line(group, end) for group in groups]
-    left_out = (
-        [f"({len(lines) - _MOST_LINES} earlier lines are left out)"] if len(lines) > _MOST_LINES else []
-    )
+    more = len(lines) - _MOST_LINES
+    left_out = [f"(left out: {plural(more, 'earlier line')})"] if more > 0 else []
     return [*left_out, f"until {_clock(page, end)}:", *lines[-_MOST_LINES:]] if lines else ["no samples"]
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from paceline.recording.rows import BucketColumn, StepColumn, SumColumn
+from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.wall_time import PauseCause, RankWallTime, step_overlays
 from paceline.tools.report.wrapper_runs import RankTimeline
 
 _MICROSECOND = 1000
@@ -43,7 +45,7 @@ _SUMS = (
     SumColumn.COMMUNICATION,
     SumColumn.COUNT,
 )
-COLUMNS = len(_PLAIN) + 2 + len(_TIMES)
+COLUMNS = len(_PLAIN) + 2 + len(_TIMES) + 1
 
 
 def encode(columns: Iterable[Sequence[int]]) -> str:
@@ -84,6 +86,28 @@ def step_columns(timeline: RankTimeline, last: int, *, start: int, unit: int) ->
         for time in (BucketColumn.READY, BucketColumn.LAUNCH, BucketColumn.REDUCED):
             yield _since(begins, timeline.bucket(bucket, time)[rows], unit)
         yield timeline.bucket(bucket, BucketColumn.LAST_SLOT)[rows]
+
+
+def overlay_columns(
+    timeline: RankTimeline, wall: RankWallTime, last: int, *, unit: int
+) -> list[Sequence[int]]:
+    """What is drawn over the parts of a timeline's last steps; see ``Overlay``.
+
+    How many per step; then of each its part, its begin since that of its step, its length, and for a pause
+    the place of its cause among ``PauseCause``, plus one.
+    """
+    rows = range(max(0, len(timeline) - last), len(timeline))
+    by_row = step_overlays(timeline, wall)
+    begins = timeline[StepColumn.BEGIN]
+    drawn = [(begins[row], each) for row in rows for each in by_row[row]]
+    parts, causes = list(StepPart), [None, *PauseCause]
+    return [
+        [len(by_row[row]) for row in rows],
+        [parts.index(each.part) for _, each in drawn],
+        [max(0, each.start - begin) // unit for begin, each in drawn],
+        [each.nanoseconds // unit for _, each in drawn],
+        [causes.index(each.cause) for _, each in drawn],
+    ]
 
 
 def sum_columns(timeline: RankTimeline) -> Iterator[Sequence[int]]:

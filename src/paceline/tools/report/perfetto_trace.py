@@ -21,6 +21,7 @@ Event = dict[str, Any]
 
 _PARTS = (
     (StepPart.ACCUMULATION, _COMPUTE, StepColumn.BEGIN, StepColumn.FORWARD_START),
+    (StepPart.JOIN, _COMPUTE, StepColumn.FORWARD_START, StepColumn.JOIN_END),
     (StepPart.BUFFERS, _COMPUTE, StepColumn.FORWARD_START, StepColumn.BUFFERS_END),
     (StepPart.FORWARD, _COMPUTE, StepColumn.FORWARD_START, StepColumn.FORWARD_END),
     (StepPart.BACKWARD, _COMPUTE, StepColumn.BACKWARD_START, StepColumn.BACKWARD_END),

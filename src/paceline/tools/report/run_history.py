@@ -9,7 +9,7 @@ from paceline.recording.healings import Healing, read_healings
 from paceline.recording.ledger import ledger_files, read_ledger
 from paceline.recording.ledger_check import LedgerCheck, check_ledger
 from paceline.recording.reader import PlanRecording
-from paceline.tools.formatting import milliseconds, rank_list
+from paceline.tools.formatting import milliseconds, plural, rank_list
 
 _MOST_NAMED = 8
 
@@ -55,7 +55,7 @@ def read_history(folder: Path, recordings: Sequence[PlanRecording]) -> RunHistor
 def healing_words(healings: Sequence[Healing], world: int) -> list[str]:
     """Each healing in words; ``world`` is how many ranks there were at first."""
     worlds = [world, *(healing.world for healing in healings)]
-    changes = [f", then {_ranks(now)}" if now != before else "" for before, now in pairwise(worlds)]
+    changes = [f", then {plural(now, 'rank')}" if now != before else "" for before, now in pairwise(worlds)]
     return [_words(healing) + change for healing, change in zip(healings, changes, strict=True)]
 
 
@@ -68,10 +68,6 @@ def _words(healing: Healing) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 else milliseconds(seconds * 1e3)
-
-
-def _ranks(world: int) -> str:
-    return f"{world} rank{'' if world == 1 else 's'}"
 
 
 def _sentence(words: Sequence[str]) -> str:

@@ -9,10 +9,12 @@ from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 # Figures of buckets are taken from about this many steps, spread over the timeline.
 _SAMPLES = 512
+# If less than this share of communication overlaps with backward, the reason is worth a word.
+NEXT_TO_NOTHING = 0.05
 
 
 class StepPart(enum.StrEnum):
-    """What a rank does during a step, in order; the parts add up to the whole step."""
+    """What a rank does during a step; the parts add up to the whole step."""
 
     ACCUMULATION = "gradient accumulation"
     """Forwards and backwards under ``no_sync``."""
@@ -27,10 +29,20 @@ class StepPart(enum.StrEnum):
     """Backward has ended on all ranks, and the last bucket is not reduced yet."""
     GRAD_ASSIGNMENT = "assigning .grad"
     BEFORE_OPTIMIZER = "before optimizer"
-    """Between the end of backward and the optimizer's step: clipping of gradients, for example."""
+    """Between the end of backward and an optimizer's step: clipping of gradients, for example."""
     OPTIMIZER = "optimizer"
     DATA = "data loading and other"
-    """Before the next forward."""
+    """Before the next forward; if a ``DataLoader`` is used, without it and what was before it."""
+    JOIN = "waiting in join"
+    """Ranks tell each other at the start of forward who has inputs; those without inputs wait for others."""
+    AFTER_OPTIMIZER = "after optimizer"
+    """From the optimizer's step until a ``DataLoader`` is asked: schedulers and logging, for example."""
+    LOADER = "DataLoader"
+    """Waiting for a batch of torch's ``DataLoader``."""
+    OTHER_WRAPPERS = "other wrappers"
+    """Forward, backward and optimizer of other wrappers, between the parts of this one."""
+    PAUSE = "pauses"
+    """Time beyond the usual; see Note [Pauses]."""
 
 
 # Nanoseconds of each part, step by step.
@@ -47,8 +59,9 @@ def part_times(timeline: RankTimeline, last_backward_ends: Mapping[int, int]) ->
     times: dict[StepPart, list[int]] = {part: [] for part in StepPart}
     rows = zip(*timeline.columns[: len(StepColumn)], strict=True)
     for row, step_time in zip(rows, timeline.step_times, strict=True):
-        for part, spent in zip(StepPart, _parts(row, step_time, last_backward_ends), strict=True):
-            times[part].append(spent)
+        spent = _parts(row, step_time, last_backward_ends)
+        for part, own in times.items():
+            own.append(spent.get(part, 0))
     return times
 
 
@@ -57,40 +70,64 @@ def rank_part_times(run: WrapperRun) -> list[PartTimes]:
     return [part_times(timeline, run.last_backward_ends) for timeline in run.timelines]
 
 
-def _parts(row: Sequence[int], step_time: int, last_backward_ends: Mapping[int, int]) -> tuple[int, ...]:
+def _parts(row: Sequence[int], step_time: int, last_backward_ends: Mapping[int, int]) -> dict[StepPart, int]:
     (
         step, kind, begin, _, forward_start, buffers_end, forward_end, backward_start, backward_end,
-        all_reduced, end, optimizer_start, optimizer_end, _,
+        all_reduced, end, optimizer_start, optimizer_end, _, join_end, *_,
     ) = row  # fmt: skip
-    after_backward = elapsed(backward_end, all_reduced)
+    after_backward = elapsed(backward_end, all_reduced or end)
     # What a later generation did in this step again is no matter.
     last_backward_end = 0 if kind & StepKind.LOST else last_backward_ends.get(step, 0)
     waiting = min(after_backward, elapsed(backward_end, last_backward_end))
-    spent = (
-        elapsed(begin, forward_start),
-        elapsed(forward_start, buffers_end),
-        elapsed(max(buffers_end, forward_start), forward_end),
-        elapsed(max(forward_end, forward_start), backward_start),
-        elapsed(backward_start, backward_end),
-        waiting,
-        after_backward - waiting,
-        elapsed(all_reduced, end),
-        elapsed(end, optimizer_start),
-        elapsed(optimizer_start, optimizer_end),
-    )
-    return *spent, max(0, step_time - sum(spent))
+    joined = max(forward_start, join_end)
+    optimizers = elapsed(optimizer_start, optimizer_end)
+    inside = min(max(0, row[StepColumn.OPTIMIZER]), optimizers)
+    spent = {
+        StepPart.ACCUMULATION: elapsed(begin, forward_start),
+        StepPart.JOIN: elapsed(forward_start, join_end),
+        StepPart.BUFFERS: elapsed(joined, buffers_end),
+        StepPart.FORWARD: elapsed(max(buffers_end, joined), forward_end),
+        StepPart.LOSS: elapsed(max(forward_end, forward_start), backward_start),
+        StepPart.BACKWARD: elapsed(backward_start, backward_end),
+        StepPart.WAITING: waiting,
+        StepPart.EXPOSED_COMMUNICATION: after_backward - waiting,
+        StepPart.GRAD_ASSIGNMENT: elapsed(all_reduced, end),
+        # With several optimizers, also what is between them.
+        StepPart.BEFORE_OPTIMIZER: elapsed(end, optimizer_start) + optimizers - inside,
+        StepPart.OPTIMIZER: inside,
+    }
+    rest = max(0, step_time - sum(spent.values()))
+    without_inputs = min(max(0, row[StepColumn.WITHOUT_INPUTS]), rest)
+    spent[StepPart.JOIN] += without_inputs
+    return _with_others(spent, row, rest - without_inputs)
 
 
-def typical_rows(step_times: Sequence[int]) -> list[int]:
-    """The rows of the middle half of the steps by time; without the last step, whose time is not complete."""
-    ordered = sorted(range(max(1, len(step_times) - 1)), key=lambda row: step_times[row])
+def _with_others(spent: dict[StepPart, int], row: Sequence[int], rest: int) -> dict[StepPart, int]:
+    """The parts, with what was done between them: other wrappers, data, and what is left of the step."""
+    inside, others = max(0, row[StepColumn.OTHERS_INSIDE]), max(0, row[StepColumn.OTHERS])
+    in_loss = min(inside, spent[StepPart.LOSS])
+    in_accumulation = min(inside - in_loss, spent[StepPart.ACCUMULATION])
+    between = min(others, rest)
+    before_optimizer = min(others - between, spent[StepPart.BEFORE_OPTIMIZER])
+    loader = min(max(0, row[StepColumn.LOADER]), rest - between)
+    since = max(row[StepColumn.END], row[StepColumn.OPTIMIZER_END])
+    after = min(max(0, elapsed(since, row[StepColumn.LOADER_START]) - between), rest - between - loader)
+    return spent | {
+        StepPart.LOSS: spent[StepPart.LOSS] - in_loss,
+        StepPart.ACCUMULATION: spent[StepPart.ACCUMULATION] - in_accumulation,
+        StepPart.BEFORE_OPTIMIZER: spent[StepPart.BEFORE_OPTIMIZER] - before_optimizer,
+        StepPart.OTHER_WRAPPERS: in_loss + in_accumulation + between + before_optimizer,
+        StepPart.LOADER: loader,
+        StepPart.AFTER_OPTIMIZER: after,
+        StepPart.DATA: rest - between - loader - after,
+    }
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean of the middle half of some values."""
+    ordered = sorted(values)
     quarter = len(ordered) // 4
-    return ordered[quarter : len(ordered) - quarter]
-
-
-def mean_parts(times: PartTimes, rows: Sequence[int]) -> dict[StepPart, float]:
-    """Mean nanoseconds of each part in these rows."""
-    return {part: statistics.fmean(column[row] for row in rows) for part, column in times.items()}
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -113,9 +150,19 @@ def sampled_rows(timeline: RankTimeline) -> range:
     return range(0, len(timeline), max(1, len(timeline) // _SAMPLES))
 
 
-def communication(run: WrapperRun, timeline: RankTimeline) -> tuple[float, float]:
-    """Mean nanoseconds per step in which a bucket was in flight, and how many of them in backward."""
-    in_flight, overlap, rows = 0, 0, sampled_rows(timeline)
+def communication(run: WrapperRun, timeline: RankTimeline, pauses: Sequence[int]) -> tuple[float, float]:
+    """Mean nanoseconds per step in which a bucket was in flight, and how many of them in backward.
+
+    Only of the steps with the main plan; in others it is not known.
+
+    Args:
+        run: the run.
+        timeline: the rank's steps.
+        pauses: the pauses in each of its steps; a bucket may be in flight for as long as another rank pauses.
+    """
+    sampled = [row for row in sampled_rows(timeline) if timeline.has_buckets(row)] or sampled_rows(timeline)
+    rows = [row for row in sampled if not pauses[row]] or sampled
+    in_flight, overlap = 0, 0
     columns = [
         (timeline.bucket(each, BucketColumn.LAUNCH), timeline.bucket(each, BucketColumn.REDUCED))
         for each in range(len(run.buckets))

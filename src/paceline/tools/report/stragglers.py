@@ -18,7 +18,7 @@ from paceline.tools.report.delays import (
     slow_part,
     sync_delays,
 )
-from paceline.tools.report.step_parts import PartTimes, median, quartiles
+from paceline.tools.report.step_parts import PartTimes, median, quartiles, typical
 from paceline.tools.report.wrapper_runs import WrapperRun
 
 # A delay matters if it is this share of a step, and more than noise.
@@ -45,8 +45,8 @@ class Straggler:
         first_step_error: by how many steps ``first_step`` may be wrong.
         slow_part: the part of a step that takes longer than on other ranks; None if there is none.
         slow_part_ms: how much longer that part takes than on the median of the other ranks.
-        step_ms: the median step during the period.
-        other_step_ms: the median of the other steps, if there are any.
+        step_ms: the typical step during the period.
+        other_step_ms: the typical one of the other steps, if there are any.
     """
 
     rank: int
@@ -135,6 +135,8 @@ def rank_delays(run: WrapperRun, step_ns: float, stragglers: Sequence[Straggler]
 def _in_rows(run: WrapperRun, parts: Sequence[PartTimes], least: float) -> list[Straggler]:
     """The stragglers of the detailed steps; one that is late at both points, where it is clearly later."""
     found: dict[int, Straggler] = {}
+    if len(run.common_steps) < _FEWEST:
+        return []
     for point, delays in sync_delays(run, least).items():
         for number, own in enumerate(delays):
             period = late_period(own, least, fewest_over=_FEWEST_OVER)
@@ -182,9 +184,9 @@ def _common_step_times(run: WrapperRun, number: int) -> list[float]:
 
 
 def _step_ms(times: Sequence[float], period: Period) -> tuple[float, float | None]:
-    """The median step during a period, and outside of it."""
+    """The typical step during a period, and outside of it."""
     others = [*times[: period[0]], *times[period[1] :]]
-    return median(times[slice(*period)]) / 1e6, median(others) / 1e6 if others else None
+    return typical(times[slice(*period)]) / 1e6, typical(others) / 1e6 if others else None
 
 
 def _delays_in_sums(run: WrapperRun) -> tuple[list[tuple[int, int]], list[list[int]]]:

@@ -3,18 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.tools.formatting import byte_size, milliseconds
+from paceline.tools.formatting import byte_size, milliseconds, percent, plain_number, plural
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.stragglers import Straggler
+from paceline.tools.report.wall_time import PauseCause, PauseSummary
 
 _MIB = 1 << 20
 # The share of a step that is worth a change.
 _WORTH = 0.08
+# The share of the wall time from which pauses are worth a change.
+LARGE_PAUSES = 0.1
 _FEW_BUCKETS, _MANY_BUCKETS = 4, 16
 _SMALL_BUCKET = _MIB // 2
 _SMALLEST_CAP = _MIB // 4
 # Enough buckets to communicate while backward runs, and few enough to cost little.
 _GOOD_BUCKETS = 8
+# Fewer steps may be what a gradient scaler skipped; if more have no optimizer, it is one that we do not see.
+_LEAST_UNUSED, _MOST_UNUSED = 0.2, 0.95
 _COMPRESSING = ("fp16", "bf16", "float16", "int8", "int4", "top_k", "power", "sgd", "quantiz", "compress")
 
 
@@ -23,8 +28,9 @@ class RunFacts:
     """What suggestions are made from; times are milliseconds per step.
 
     Attributes:
-        step: the whole step.
-        parts: where it goes, on the average rank.
+        step: the whole step, without pauses.
+        pauses: the pauses by cause.
+        parts: where a step goes, on the average rank; with pauses.
         in_flight: how long a bucket is in flight.
         first_ready: when the first bucket is ready, as a share of backward.
         buckets: the bytes of each bucket.
@@ -37,9 +43,11 @@ class RunFacts:
         stragglers: the ranks that others wait for.
         lost: the share of steps that were lost, and not done again.
         without_inputs: the share of steps in which a rank had no inputs left.
+        without_optimizer: the share of steps after which no optimizer stepped.
     """
 
     step: float
+    pauses: Sequence[PauseSummary]
     parts: Mapping[StepPart, float]
     in_flight: float
     first_ready: float
@@ -53,11 +61,22 @@ class RunFacts:
     stragglers: Sequence[Straggler]
     lost: float
     without_inputs: float
+    without_optimizer: float
 
     @property
     def exposed(self) -> float:
         """Exposed communication, which does not include the wait for stragglers."""
         return self.parts[StepPart.EXPOSED_COMMUNICATION]
+
+    @property
+    def paused_share(self) -> float:
+        """The share of the wall time that is pauses."""
+        return sum(each.share for each in self.pauses)
+
+    @property
+    def sees_optimizer(self) -> bool:
+        """Whether an optimizer of torch stepped the wrapper's own parameters."""
+        return self.without_optimizer <= _MOST_UNUSED
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +89,7 @@ class RunFacts:
 
     def share(self, part: float) -> str:
         """A part of a step, as text."""
-        return f"{milliseconds(part)} of {milliseconds(self.step)} ({part / self.step:.0%} of a step)"
+        return f"{milliseconds(part)} of {milliseconds(self.step)} ({percent(part / self.step)} of a step)"
 
 
 @dataclass(frozen=True)
@@ -159,7 +178,8 @@ def _compress(facts: RunFacts) -> Iterator[Suggestion]:
         rate = facts.nbytes * 8 / (facts.in_flight * 1e6)
         evidence = (
             f"{facts.share(facts.exposed)} is exposed communication between {facts.hosts} hosts; "
-            f"{byte_size(facts.nbytes)} of gradients in {milliseconds(facts.in_flight)} are {rate:.2g} Gbit/s"
+            f"{byte_size(facts.nbytes)} of gradients in {milliseconds(facts.in_flight)} are "
+            f"{plain_number(rate)} Gbit/s"
         )
         change = (
             "Compress gradients: ddp.register_comm_hook(None, paceline.hooks.int8()) sends a quarter of the "
@@ -180,11 +200,26 @@ def _more_work(facts: RunFacts) -> Iterator[Suggestion]:
         yield Suggestion("more work", change, evidence, facts.exposed / 2)
 
 
+def _unused(facts: RunFacts) -> Iterator[Suggestion]:
+    unused = facts.without_optimizer
+    if facts.ranks > 1 and _LEAST_UNUSED <= unused <= _MOST_UNUSED and facts.is_worth(facts.in_flight):
+        change = (
+            "Put backward passes whose averages no optimizer uses in ddp.no_sync(): all but the last of an "
+            "accumulation, or those that train another model through this one"
+        )
+        evidence = (
+            f"no optimizer stepped after {percent(unused)} of the averaged backward passes, and buckets are "
+            f"in flight for {facts.share(facts.in_flight)}"
+        )
+        saved = facts.exposed + facts.parts[StepPart.GRAD_ASSIGNMENT]
+        yield Suggestion("unused averages", change, evidence, unused * saved)
+
+
 def _first_bucket(facts: RunFacts) -> Iterator[Suggestion]:
     if len(facts.buckets) > 1 and facts.first_ready > 0.6 and facts.is_worth(facts.exposed):
         evidence = (
-            f"the first bucket ({byte_size(facts.buckets[0])}) is ready after {facts.first_ready:.0%} of "
-            f"backward, and {facts.share(facts.exposed)} is exposed communication"
+            f"the first bucket ({byte_size(facts.buckets[0])}) is ready after {percent(facts.first_ready)} "
+            f"of backward, and {facts.share(facts.exposed)} is exposed communication"
         )
         change = "Set bucket_cap_mb_list with a small first cap: the first bucket is launched sooner"
         yield Suggestion("first bucket", change, evidence, facts.exposed)
@@ -202,21 +237,72 @@ def _buffers(facts: RunFacts) -> Iterator[Suggestion]:
 
 
 def _data(facts: RunFacts) -> Iterator[Suggestion]:
-    spent = facts.parts[StepPart.DATA]
-    if spent > 0.25 * facts.step > 0:
-        change = "Load data ahead: more workers, pinned or cached batches; evaluate and log less often"
-        evidence = f"{facts.share(spent)} is spent between the optimizer and the next forward"
-        yield Suggestion("data", change, evidence, spent)
+    loader, other = facts.parts[StepPart.LOADER], facts.parts[StepPart.DATA]
+    if loader > 0.25 * facts.step > 0:
+        change = "Load data ahead: more workers for the DataLoader, pinned or cached batches"
+        yield Suggestion("data", change, f"{facts.share(loader)} is spent in the DataLoader", loader)
+    elif other > 0.25 * facts.step > 0 and not facts.sees_optimizer:
+        change = "See what your code does between steps: your optimizer, loading data, logging"
+        evidence = f"{facts.share(other)} is spent between backward and the next forward"
+        more = "; no optimizer of torch stepped the wrapper's parameters"
+        yield Suggestion("between steps", change, evidence + more, other)
+    elif other > 0.25 * facts.step > 0:
+        change = "See what your code does between steps: loading data, logging, schedulers"
+        evidence = f"{facts.share(other)} is spent between the optimizer and the next forward"
+        yield Suggestion("between steps", change, evidence, other)
+
+
+def _join(facts: RunFacts) -> Iterator[Suggestion]:
+    spent = facts.parts[StepPart.JOIN]
+    if facts.is_worth(spent):
+        change = "Give all ranks the same number of batches, and leave join out"
+        evidence = f"telling each other in every forward who has inputs takes {facts.share(spent)}"
+        yield Suggestion("join", change, evidence, spent)
+
+
+_PAUSE_ADVICE = {
+    PauseCause.EVALUATION: "Evaluate less often, or a part of the data on each rank",
+    PauseCause.CHECKPOINT: "Save less often, or beside the training, from a copy in another thread",
+    PauseCause.OTHER_WRAPPER: "Look at the other wrapper's steps: they are most of the pauses of this one",
+    PauseCause.OTHER_MODEL: "Another model is trained between these steps: look at its time",
+    PauseCause.DATA: "Keep the DataLoader ready: persistent_workers=True, more workers",
+    PauseCause.CODE: "See what your code does there: evaluation, logging, loading data, waiting for others",
+    PauseCause.HEALING: "Look at why ranks were lost",
+}
+
+
+def _pauses(facts: RunFacts) -> Iterator[Suggestion]:
+    for pauses in facts.pauses:
+        if pauses.share >= LARGE_PAUSES:
+            wait = ", while other ranks wait" if pauses.others_wait else ""
+            evidence = (
+                f"{plural(pauses.count, 'pause')} for {pauses}, {_lengths(pauses)}{wait}: "
+                f"{percent(pauses.share)} of the wall time"
+            )
+            change = _PAUSE_ADVICE[PauseCause(pauses.cause)]
+            yield Suggestion(f"pauses: {pauses.cause}", change, evidence, pauses.step_ms)
+
+
+def _lengths(pauses: PauseSummary) -> str:
+    """How long pauses are, which may differ."""
+    after = f"after step {pauses.longest_step:,}"
+    if pauses.count == 1:
+        return f"{_seconds(pauses.longest_ms)} {after}"
+    return f"{_seconds(pauses.total_ms)} together, the longest {_seconds(pauses.longest_ms)} {after}"
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1000:.1f} s" if ms >= 1000 else milliseconds(ms)
 
 
 def _uneven(facts: RunFacts) -> Iterator[Suggestion]:
-    if facts.without_inputs > 0.05:
+    if facts.without_inputs > 0.05 and not facts.is_worth(facts.parts[StepPart.JOIN]):
         change = "Give all ranks the same number of batches"
-        evidence = f"in {facts.without_inputs:.0%} of the steps a rank had no inputs left"
+        evidence = f"in {percent(facts.without_inputs)} of the steps a rank had no inputs left"
         yield Suggestion("uneven", change, evidence, facts.step * facts.without_inputs / facts.ranks)
     if facts.lost:
         change = "Look at the errors that the ranks raised"
-        evidence = f"{facts.lost:.1%} of the steps were lost: they ended without averaged gradients"
+        evidence = f"{percent(facts.lost)} of the steps were lost: they ended without averaged gradients"
         yield Suggestion("lost", change, evidence, 0.0)
 
 
@@ -227,9 +313,12 @@ _RULES: Sequence[Rule] = (
     _larger_cap,
     _compress,
     _more_work,
+    _unused,
     _first_bucket,
     _buffers,
     _data,
+    _join,
+    _pauses,
     _uneven,
 )
 

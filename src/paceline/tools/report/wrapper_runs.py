@@ -1,7 +1,8 @@
 """Puts the recordings of single ranks together: one run per wrapper, with one timeline per rank.
 
-A timeline has the steps of the bucket plan that most steps had. All times are on the clock of the first
-rank's host. See Note [Runs that were healed] for runs whose ranks were replaced.
+A timeline has the buckets of the plan that most steps had, and the steps of other plans without buckets: see
+Note [Plans that follow each other]. All times are on the clock of the first rank's host. See Note [Runs that
+were healed] for runs whose ranks were replaced.
 """
 
 from collections import Counter, defaultdict
@@ -13,28 +14,27 @@ from typing import Any
 
 from paceline.errors import RecordingError
 from paceline.recording.reader import PlanRecording
-from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
+from paceline.recording.rows import NOT_TIMES, BucketColumn, StepColumn, StepKind, row_width
 from paceline.tools.report.generations import (
     PlanSummary,
     done_again_from,
     generation_of,
-    later_plans,
     main_recordings,
     mark_lost,
+    other_plans,
     recorded_plans,
 )
 from paceline.tools.report.host_clocks import SAME_CLOCK, ClockOffset, clock_offsets, host_key
 
-_NOT_TIMES = (StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT)
-
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """The steps that one rank did with one bucket plan.
+    """The steps of one rank.
 
     Attributes:
         descriptions: what the rank wrote about itself with each of its plans; see ``PlanRecording``.
-        columns: the columns of ``StepColumn``, then ``BucketColumn`` for each bucket.
+        columns: the columns of ``StepColumn``, then ``BucketColumn`` for each bucket of the main plan; these
+            are 0 in steps of other plans.
         sums: sums over blocks of all steps, whatever their plan.
         clocks: what was added to the rank's own times, with each of its plans.
         last_rows: the last row of each generation; the next row's step did not follow at once.
@@ -66,6 +66,10 @@ class RankTimeline:
         """One column of one bucket."""
         return self.columns[len(StepColumn) + index * len(BucketColumn) + column]
 
+    def has_buckets(self, row: int) -> bool:
+        """Whether a step has launched buckets of the main plan; the first is launched first."""
+        return self.bucket(0, BucketColumn.LAUNCH)[row] > 0
+
     def from_step(self, step: int) -> "RankTimeline":
         """The timeline without the steps before this one."""
         first = next((row for row, each in enumerate(self[StepColumn.STEP]) if each >= step), len(self))
@@ -90,9 +94,9 @@ class WrapperRun:
     """One wrapper on all of its ranks.
 
     Attributes:
-        module: the class name of the wrapped module.
+        module: the class name of the wrapped module; with a number, if another wrapper has the same.
         group: the global ranks that the wrapper averages over.
-        timelines: of each rank, the steps with the plan that most steps had.
+        timelines: the steps of each rank.
         plans: all plans of the wrapper.
         missing: ranks of the group that recorded nothing.
         done_again: the steps that were lost, and that a later generation did again.
@@ -185,8 +189,20 @@ def wrapper_runs(recordings: Sequence[PlanRecording]) -> list[WrapperRun]:
         raise RecordingError(
             "no step was recorded: the ranks ended before their first synchronised backward did"
         )
-    whole = [run for run in runs if all(map(len, run.timelines))]
+    whole = _told_apart([run for run in runs if all(map(len, run.timelines))])
     return sorted(whole, key=lambda run: -max(sum(timeline.step_times) for timeline in run.timelines))
+
+
+def _told_apart(runs: Sequence[WrapperRun]) -> list[WrapperRun]:
+    """The runs; if wrappers of the same ranks have modules of one class, with numbers behind its name."""
+    by_name: dict[tuple[Any, ...], list[WrapperRun]] = defaultdict(list)
+    for run in runs:
+        by_name[run.module, *run.group].append(run)
+    return [
+        run if len(same) == 1 else replace(run, module=f"{run.module} ({number})")
+        for same in by_name.values()
+        for number, run in enumerate(sorted(same, key=lambda run: run.description["wrapper"]), start=1)
+    ]
 
 
 def _by_wrapper(recordings: Iterable[PlanRecording]) -> list[list[PlanRecording]]:
@@ -222,7 +238,7 @@ def wrapper_run(
     plans = recorded_plans(recordings)
     main = main_recordings(plans)
     clocks = clock_offsets(main)
-    shown = [each for each in (*main, *later_plans(recordings, main)) if host_key(each) in clocks]
+    shown = [each for each in (*main, *other_plans(recordings, main)) if host_key(each) in clocks]
     by_rank, all_by_rank = _by_rank(shown), _by_rank(recordings)
     description = main[0].description
     return WrapperRun(
@@ -281,5 +297,5 @@ def _columns(recording: PlanRecording, clock: ClockOffset) -> list[Sequence[int]
 
 def _is_time(column: int) -> bool:
     if column < len(StepColumn):
-        return column not in _NOT_TIMES
+        return column not in NOT_TIMES
     return (column - len(StepColumn)) % len(BucketColumn) != BucketColumn.LAST_SLOT

@@ -6,7 +6,7 @@ const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "bac
   "optimizerStart", "optimizerEnd"];
 // The parts of a step, by their indices in report.parts.
 const ACCUMULATION = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED_COMMUNICATION = 6,
-  GRAD_ASSIGNMENT = 7, BEFORE_OPTIMIZER = 8, OPTIMIZER = 9, DATA = 10, PARTS = 11;
+  GRAD_ASSIGNMENT = 7, BEFORE_OPTIMIZER = 8, OPTIMIZER = 9, DATA = 10, PAUSE = 15, PARTS = 16;
 
 async function inflate(text) {
   const compressed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -37,7 +37,7 @@ class Columns {
 
 // The steps of one rank. Times are milliseconds since the first step of all ranks, NaN for what did not happen.
 class DrawnRank {
-  constructor(columns, { rank, rows, sums, last_rows: lastRows }, buckets, tick) {
+  constructor(columns, { rank, rows, sums, overlays, last_rows: lastRows }, buckets, tick) {
     this.rank = rank;
     this.length = rows;
     this.lastRows = new Set(lastRows);
@@ -52,6 +52,33 @@ class DrawnRank {
     }));
     const names = ["steps", "first", "step", "waitAfterBackward", "communication", "count"];
     this.sums = Object.fromEntries(names.map((name) => [name, columns.next(sums)]));
+    this.readOverlays(columns, rows, overlays);
+  }
+
+  // Of each step, what is drawn over its parts, as [index of the part, from, to, cause of a pause].
+  readOverlays(columns, rows, overlays) {
+    const counts = columns.next(rows);
+    const [parts, starts, lengths, causes] = Array.from({ length: 4 }, () => columns.next(overlays));
+    this.overlays = [];
+    for (let row = 0, at = 0; row < rows; row++) {
+      const own = [];
+      for (const end = at + counts[row]; at < end; at++) {
+        const from = this.begins[row] + starts[at] * this.tick;
+        own.push([parts[at], from, from + lengths[at] * this.tick, causes[at]]);
+      }
+      this.overlays.push(own);
+    }
+  }
+
+  // The row of the longest pause; -1 if there is none.
+  longestPause() {
+    let longest = 0, found = -1;
+    this.overlays.forEach((own, row) => {
+      for (const [part, from, to] of own) {
+        if (part === PAUSE && to - from > longest) [longest, found] = [to - from, row];
+      }
+    });
+    return found;
   }
 
   at(column, row) {
@@ -80,6 +107,13 @@ class DrawnRank {
   }
 }
 
+// The pieces of segments that another one does not cover.
+function uncovered(segments, [, start, end]) {
+  return segments.flatMap(([part, from, to, cause]) => [
+    [part, from, Math.min(to, start), cause], [part, Math.max(from, end), to, cause],
+  ].filter(([, left, right]) => right > left));
+}
+
 // The steps of one wrapper on all ranks that are drawn.
 class DrawnRun {
   constructor(columns, wrapper) {
@@ -98,7 +132,7 @@ class DrawnRun {
     this.healings = wrapper.history.healings.map(({ words, from_ms: from, ms }) => ({ words, from, to: from + ms }));
   }
 
-  // The parts of a step, as [index of the part, from, to].
+  // The parts of a step, as [index of the part, from, to]; of a pause also the place of its cause, plus one.
   segments(rank, row) {
     const at = (name) => rank.time(name, row);
     const begin = rank.begins[row], forwardStart = at("forwardStart"), buffersEnd = at("buffersEnd");
@@ -108,13 +142,14 @@ class DrawnRun {
     const lastBackwardEnd = isLost(rank.kinds[row]) ? backwardEnd : this.lastBackwardEnds.get(rank.steps[row]);
     const waitEnd = Math.min(allReduced, Math.max(backwardEnd, lastBackwardEnd));
     const optimizerStart = at("optimizerStart"), optimizerEnd = at("optimizerEnd");
-    return [
+    const parts = [
       [ACCUMULATION, begin, forwardStart], [BUFFERS, forwardStart, buffersEnd], [FORWARD, computeStart, forwardEnd],
       [LOSS, forwardEnd, backwardStart], [BACKWARD, backwardStart, backwardEnd], [WAITING, backwardEnd, waitEnd],
       [EXPOSED_COMMUNICATION, waitEnd, allReduced], [GRAD_ASSIGNMENT, allReduced, end],
       [BEFORE_OPTIMIZER, end, optimizerStart], [OPTIMIZER, optimizerStart, optimizerEnd],
       [DATA, Number.isNaN(optimizerEnd) ? end : optimizerEnd, rank.finish(row)],
     ].filter(([, from, to]) => to > from);
+    return rank.overlays[row].reduce((drawn, each) => [...uncovered(drawn, each), each], parts);
   }
 
   // Of each part, milliseconds up to each row: the time that many steps spent in it is a difference of two.

@@ -1,4 +1,4 @@
-// Numbers with units, elements, and the tooltip. What a recording contains becomes text, never markup.
+// Numbers as paceline.tools.formatting writes them, elements, and the tooltip. What a recording contains becomes text, never markup.
 
 const $ = (id) => document.getElementById(id);
 const report = JSON.parse($("report").textContent);
@@ -13,10 +13,11 @@ function make(name, attributes = {}, ...children) {
 }
 
 function head(...names) {
-  return make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name))));
+  const cells = names.map((name) => make("th", { scope: "col" }, typeof name === "string" && name ? term(name) : name));
+  return make("thead", {}, make("tr", {}, ...cells));
 }
 
-// A row of a table: its name, and its cells, which are texts or elements.
+// A row of a table: its name and its cells, which are texts or elements.
 function line(name, ...cells) {
   const filled = cells.map((cell) => (cell instanceof Element ? cell : make("td", {}, cell)));
   return make("tr", {}, make("th", { scope: "row" }, name), ...filled);
@@ -29,13 +30,14 @@ const textCell = (text) => make("td", { class: "text" }, text);
 function duration(ms, distance = null, most = 0) {
   const isMark = distance !== null;
   const [unit, name] = unitOf(isMark ? Math.max(most, distance) : Math.abs(ms), isMark ? 1000 : 10000);
+  if (!isMark && !ms) return "0 ms";
   const value = ms / unit, high = Math.abs(value);
   if (isMark) {
     const digits = -Math.floor(Math.log10(distance / unit) + 1e-9);
     return `${value.toFixed(Math.max(0, Math.min(6, digits)))} ${name}`;
   }
-  const whole = high >= 100 || (name === "µs" && high >= 10);
-  return `${value.toFixed(whole ? 0 : high >= 10 ? 1 : 2)} ${name}`;
+  const digits = name === "s" ? 1 : name === "µs" || high >= 100 ? 0 : high >= 10 ? 1 : 2;
+  return `${value.toFixed(digits)} ${name}`;
 }
 
 function unitOf(ms, seconds) {
@@ -52,7 +54,8 @@ function bytes(count) {
 }
 
 const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
-const number = (count) => count.toLocaleString("en", { maximumFractionDigits: count < 100 ? 1 : 0 });
+const number = (count) => count.toLocaleString("en",
+  Math.abs(count) < 99.5 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 0 });
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function median(values) {
@@ -66,6 +69,7 @@ function kindNote(kind) {
   return isLost(kind) ? " (lost)" : kind & 1 ? " (no inputs left)" : "";
 }
 
+// Below a point of the window, or above it if there is no room.
 function showTip(lines, x, y) {
   const tip = $("tip");
   tip.hidden = !lines;

@@ -23,9 +23,10 @@ function colours() {
     parts,
     stripes: context.createPattern(tile, "repeat"),
     inks: report.parts.map((_, part) => read(`ink-${part}`)),
+    ranks: DASHES.map((_, place) => read(`rank-${place}`)),
     font: getComputedStyle(document.body).fontFamily,
     ink: read("ink"), muted: read("muted"), line: read("line"), alarm: read("alarm"), quiet: read("quiet"),
-    veil: read("veil"), bucket: read("bucket"), bucketInk: read("bucket-ink"), lineSoft: read("line-soft"),
+    veil: read("veil"), bucket: read("bucket"), bucketInk: read("bucket-ink"),
     lineStrong: read("line-strong"), healing: read("healing"), healingSoft: read("healing-soft"),
   };
 }
@@ -45,11 +46,43 @@ function read() {
     return;
   }
   const spent = new Array(PARTS).fill(0);
-  for (const [part, from, to] of timeline.run.segments(rank, row)) spent[part] += to - from;
+  const segments = timeline.run.segments(rank, row), causes = new Set();
+  for (const [part, from, to, cause] of segments) {
+    spent[part] += to - from;
+    if (cause) causes.add(report.causes[cause - 1]);
+  }
   const parts = report.parts.map((part, i) => [part, spent[i]]).filter(([, ms]) => ms > 0)
     .map(([part, ms]) => `${part} ${duration(ms)}`).join(", ");
   const step = `step ${number(rank.steps[row])}${kindNote(rank.kinds[row])}`;
-  $("reading").textContent = `rank ${rank.rank}, ${step}: ${parts}`;
+  const why = causes.size ? ` (${[...causes].join(", ")})` : "";
+  $("reading").textContent = `rank ${rank.rank}, ${step}: ${parts}${why}`;
+}
+
+// The first colours are those of few ranks; no two of 64 ranks have the same colour and the same dashes.
+function lineStyle(place) {
+  const { ranks } = timeline.colours;
+  return { colour: ranks[place % ranks.length], dashes: DASHES[(place + Math.floor(place / 8)) % DASHES.length] };
+}
+
+function writeRankLines(wrapper, straggler) {
+  const entries = wrapper.timelines.map(({ rank }) => {
+    const isStraggler = rank === straggler?.rank;
+    return make("li", isStraggler ? { class: "alarm" } : {}, make("canvas", { "aria-hidden": "true" }),
+      `rank ${rank}${isStraggler ? ", straggler" : ""}`);
+  });
+  $("rank-lines").replaceChildren(...(entries.length > 1 ? entries : []));
+  drawRankLines(straggler);
+}
+
+function drawRankLines(straggler) {
+  document.querySelectorAll("#rank-lines canvas").forEach((canvas, place) => {
+    const context = fit(canvas, 10), isMarked = report.wrappers[state.wrapper].timelines[place].rank === straggler?.rank;
+    useStyle(context, lineStyle(place), isMarked);
+    context.beginPath();
+    context.moveTo(0, 5);
+    context.lineTo(canvas.clientWidth, 5);
+    context.stroke();
+  });
 }
 
 const overlap = ({ waitAfterBackward, communication }, i) =>
@@ -60,21 +93,31 @@ function makePlots(wrapper) {
   const kinds = [
     { title: "Step time", unit: duration, values: (sums, i) => sums.step[i] / 1000 },
     { title: "Waiting after backward", unit: duration, values: (sums, i) => sums.waitAfterBackward[i] / 1000 },
-    { title: "Communication that overlaps with backward", unit: percent, most: 1, values: overlap },
+    { title: "Communication overlap", unit: percent, most: 1, values: overlap },
   ];
   if (wrapper.units_per_second !== null) {
-    kinds.push({ title: `${wrapper.unit} per second, all ranks`, unit: number, total: true, values: countRate });
+    kinds.push({
+      title: `${wrapper.unit} per second, all ranks`, key: "per second", unit: number, total: true, values: countRate,
+    });
   }
   const figures = kinds.map(() => make("figure", {},
     make("figcaption", {}, make("span", { class: "title" }), make("span", { class: "value muted small" })),
     make("canvas", { height: HIGH, "aria-hidden": "true" })));
   $("plots").replaceChildren(...figures);
-  plots = kinds.map((kind, i) => new Plot(figures[i], kind, timeline.colours, goTo));
+  plots = kinds.map((kind, i) => new Plot(figures[i], kind, timeline.colours, { lineStyle, onPick: goTo }));
 }
 
 function goTo(step) {
   const rank = timeline.run.ranks[timeline.chosen];
   const row = indexOf(rank.steps, step), view = timeline.around(row - 2, 6);
+  timeline.move(view.from, view.to);
+}
+
+// The longest pause of the chosen rank, or of the first rank that has one.
+function showPause() {
+  const { run } = timeline, rows = run.ranks.map((rank) => rank.longestPause());
+  if (rows[timeline.chosen] < 0) timeline.chosen = rows.findIndex((row) => row >= 0);
+  const view = timeline.around(rows[timeline.chosen] - 1, 3);
   timeline.move(view.from, view.to);
 }
 
@@ -87,7 +130,7 @@ function showHealing(index) {
 // Those that were before the first step in the timeline, or after the last one, cannot be shown.
 function offerHealings(run) {
   const margin = (run.end - run.start) * 0.02, shown = { from: run.start - margin, to: run.end + margin };
-  document.querySelectorAll("#healings button").forEach((button, i) => {
+  document.querySelectorAll("#healings li button").forEach((button, i) => {
     button.disabled = !touches(run.healings[i], shown);
     button.onclick = () => showHealing(i);
   });
@@ -101,8 +144,10 @@ function draw() {
   if (!since.hidden) since.textContent = `Since step ${number(straggler.first_step)}`;
   since.title = "The first step in which the straggler is late";
   state.straggler = straggler;
+  document.querySelector("[data-act=pause]").hidden = !run.ranks.some((rank) => rank.longestPause() >= 0);
   timeline.show(wrapper, run);
   offerHealings(run);
+  writeRankLines(wrapper, straggler);
   for (const plot of plots) plot.show(run, straggler);
 }
 
@@ -119,6 +164,7 @@ function repaint() {
   timeline.colours = colours();
   if (!state.runs) return;
   timeline.redraw();
+  drawRankLines(state.straggler);
   for (const plot of plots) {
     plot.colours = timeline.colours;
     plot.redraw();
@@ -133,6 +179,7 @@ const ACTS = {
   all: () => timeline.all(),
   reset: () => timeline.move(timeline.home.from, timeline.home.to),
   since: () => goTo(state.straggler.first_step),
+  pause: showPause,
 };
 const KEYS = {
   ArrowLeft: ACTS.left, ArrowRight: ACTS.right, "+": ACTS.in, "=": ACTS.in, "-": ACTS.out, "−": ACTS.out,
@@ -231,6 +278,7 @@ function offerWrappers() {
 
 async function start() {
   offerWrappers();
+  writeTerms();
   choose(0);
   $("theme").setAttribute("aria-pressed", isDark());
   const columns = new Columns(await inflate($("numbers").textContent));

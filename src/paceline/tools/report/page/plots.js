@@ -1,21 +1,29 @@
-// Plots over all steps, from the sums: one line per rank, with the straggler marked.
+// Plots over all steps, from the sums: one line per rank, with its own colour and dashes; the straggler's is thick.
 
 const LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 20, HIGH = 168;
+const DASHES = [[], [7, 3], [2, 3], [10, 3, 2, 3], [4, 2], [12, 4], [1, 2], [6, 2, 1, 2, 1, 2]];
+
+function useStyle(context, { colour, dashes }, isMarked) {
+  context.strokeStyle = colour;
+  context.lineWidth = isMarked ? 3 : 1.5;
+  context.setLineDash(dashes);
+}
 
 class Plot {
-  constructor(figure, { title, unit, values, total = false, most = null }, colours, onPick) {
-    Object.assign(this, { unit, values, total, most, colours });
+  constructor(figure, { title, key, unit, values, total = false, most = null }, colours, { lineStyle, onPick }) {
+    Object.assign(this, { unit, values, total, most, colours, lineStyle });
     this.canvas = figure.querySelector("canvas");
     this.caption = figure.querySelector(".value");
-    figure.querySelector(".title").textContent = title;
+    figure.querySelector(".title").replaceChildren(term(title, key));
     this.canvas.addEventListener("pointermove", (event) => this.point(event.offsetX));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
     this.canvas.addEventListener("click", (event) => onPick(this.stepAt(event.offsetX)));
   }
 
   show(run, straggler) {
-    const lines = run.ranks.map(({ rank, sums }) => ({
+    const lines = run.ranks.map(({ rank, sums }, place) => ({
       rank,
+      place,
       steps: sums.first,
       counts: sums.steps,
       values: Float64Array.from(sums.first, (_, i) => this.values(sums, i)),
@@ -88,9 +96,8 @@ class Plot {
 
   // The least and the most value of each pixel, because there may be more steps than pixels.
   drawLine(context, line, marked) {
-    const { alarm, lineStrong, lineSoft } = this.colours;
-    context.strokeStyle = marked ? alarm : this.total ? lineStrong : lineSoft;
-    context.lineWidth = marked ? 2 : 1.25;
+    const plain = { colour: this.colours.lineStrong, dashes: [] };
+    useStyle(context, this.total ? plain : this.lineStyle(line.place), marked);
     context.beginPath();
     let column = null, low = 0, high = 0, open = false;
     const flush = () => {
@@ -117,7 +124,7 @@ class Plot {
 
   point(x) {
     if (x === null) {
-      this.caption.textContent = this.straggler && !this.total ? `rank ${this.straggler.rank} marked` : "";
+      this.caption.textContent = this.straggler && !this.total ? `thick line: rank ${this.straggler.rank}` : "";
       return;
     }
     const step = this.stepAt(x), values = [];

@@ -9,7 +9,7 @@ function writeWhere(wrapper) {
   const isUsed = (part) => wrapper.ranks.some((each) => each.parts[part] > 0);
   const used = report.parts.map((part, i) => [part, i]).filter(([part]) => isUsed(part));
   const swatch = (i) => make("i", { class: `swatch part-${i}` });
-  $("legend").replaceChildren(...used.map(([part, i]) => make("li", {}, swatch(i), part)));
+  $("legend").replaceChildren(...used.map(([part, i]) => make("li", {}, swatch(i), term(part))));
   const total = (each) => Object.values(each.parts).reduce((sum, part) => sum + part, 0);
   const most = Math.max(...wrapper.ranks.map(total), 1e-9);
   const stragglers = wrapper.stragglers.filter((each) => each.last_step === null).map((each) => each.rank);
@@ -19,13 +19,14 @@ function writeWhere(wrapper) {
     const stack = used.filter(([part]) => each.parts[part] > 0).map(([part, i]) => {
       const spent = each.parts[part];
       return withTip(make("span", { class: `part-${i}`, style: `width:${spent / most * 100}%` }),
-        [`rank ${each.rank}: ${part}`, `${duration(spent)}, ${percent(spent / total(each))} of a step`]);
+        [`rank ${each.rank}: ${part}`, `${duration(spent)} per step, ${percent(spent / total(each))} of the wall time`,
+          report.terms[part.toLowerCase()]]);
     });
     const parts = used.map(([part]) => `${part} ${duration(each.parts[part])}`).join(", ");
     return make("div", { class: isStraggler(each) ? "bar straggler" : "bar" },
       make("span", { class: "name" }, `rank ${each.rank}`),
       make("span", { class: "stack", role: "img", "aria-label": `rank ${each.rank}: ${parts}` }, ...stack),
-      make("span", { class: "value" }, duration(each.step_ms[1])));
+      make("span", { class: "value" }, duration(each.mean_step_ms)));
   }));
 }
 
@@ -34,20 +35,34 @@ function writeFigures(wrapper) {
   const exposed = wrapper.parts[report.parts[EXPOSED_COMMUNICATION]], waiting = wrapper.parts[report.parts[WAITING]];
   const share = (ms) => `${percent(ms / (middle || 1))} of a step`;
   const figures = [
-    ["median step", duration(middle), `half of the steps: ${duration(low)} to ${duration(high)}; `
-      + `average of the whole run: ${duration(wrapper.mean_step_ms)}`],
+    ["usual step", duration(middle), `half of the steps: ${duration(low)} to ${duration(high)}, without pauses`],
+    ["steps per second", number(wrapper.steps_per_second),
+      `with pauses: a step takes ${duration(wrapper.mean_step_ms)} of wall time`],
+    ["pauses", percent(wrapper.parts[report.parts[PAUSE]] / (wrapper.mean_step_ms || 1)), pauseNote(wrapper)],
     ["communication overlap", wrapper.overlap === null ? "none" : percent(wrapper.overlap),
-      `during backward, of ${duration(wrapper.communication_ms)} per step in which a bucket is in flight`],
+      [`during backward, of ${duration(wrapper.communication_ms)} per step in which a bucket is in flight`,
+        wrapper.why_no_overlap].filter(Boolean).join("; ")],
     ["exposed communication", duration(exposed), `${share(exposed)}, after backward has ended on every rank`],
     ["waiting for the slowest rank", duration(waiting), `on the average rank; ${share(waiting)}`],
     ["steps", number(wrapper.steps), stepNote(wrapper)],
   ];
   if (wrapper.units_per_second !== null) {
-    figures.splice(4, 0,
-      [`${wrapper.unit} per second`, number(wrapper.units_per_second), "all ranks together, over the whole run"]);
+    figures.splice(2, 0, [`${wrapper.unit} per second`, number(wrapper.units_per_second),
+      "all ranks together, with pauses", "per second"]);
   }
-  $("figures").replaceChildren(...figures.map(([name, value, note]) => make("div", {}, make("dt", {}, name),
-    make("dd", { class: "big" }, value), make("dd", { class: "note" }, note))));
+  $("figures").replaceChildren(...figures.map(([name, value, note, key]) => make("div", {},
+    make("dt", {}, term(name, key)), make("dd", { class: "big" }, value), make("dd", { class: "note" }, note))));
+}
+
+function pauseNote({ pauses }) {
+  const seconds = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : duration(ms));
+  const texts = pauses.map(({ cause, ranks, count, total_ms: total, longest_ms: longest, ...each }) => {
+    const where = ranks.length < each.all_ranks ? ` on ${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}` : "";
+    const together = count > 1 ? `${seconds(total)} together, the longest ` : "";
+    return `${cause}${where}: ${plural(count, "pause")}, ${together}${seconds(longest)} after step ${
+      number(each.longest_step)}`;
+  });
+  return texts.length ? `of the wall time; ${texts.join("; ")}` : "of the wall time";
 }
 
 function stepNote(wrapper) {
@@ -59,7 +74,13 @@ function stepNote(wrapper) {
   return notes.join("; ");
 }
 
-function stragglerText(straggler) {
+// The figures of the page may be of the same steps; then they say how long these take.
+function otherSteps({ first_step: first, last_step: last, step_ms: then, other_step_ms: other }, figuresFrom) {
+  if (last === null && first === figuresFrom) return `Steps took ${duration(other)} before.`;
+  return `Steps take ${duration(then)} then, and otherwise ${duration(other)}.`;
+}
+
+function stragglerText(straggler, figuresFrom) {
   const error = straggler.first_step_error ? ` (± ${number(straggler.first_step_error)})` : "";
   const first = `step ${number(straggler.first_step)}${error}`, isOver = straggler.last_step !== null;
   const when = isOver ? `from ${first} to ${number(straggler.last_step)}` : `since ${first}`;
@@ -68,15 +89,13 @@ function stragglerText(straggler) {
   if (straggler.slow_part) {
     texts.push(`It is slow in ${straggler.slow_part}: ${duration(straggler.slow_part_ms)} more than the others.`);
   }
-  if (straggler.other_step_ms !== null) {
-    texts.push(`Steps take ${duration(straggler.step_ms)} then, and otherwise ${duration(straggler.other_step_ms)}.`);
-  }
+  if (straggler.other_step_ms !== null) texts.push(otherSteps(straggler, figuresFrom));
   return texts.join(" ");
 }
 
 function writeStragglers(wrapper) {
   const texts = wrapper.stragglers.map((straggler) => make("p", { class: "result" },
-    make("strong", { class: "alarm" }, `Rank ${straggler.rank}`), ` ${stragglerText(straggler)}`));
+    make("strong", { class: "alarm" }, `Rank ${straggler.rank}`), ` ${stragglerText(straggler, wrapper.figures_from_step)}`));
   const none = wrapper.ranks.length > 1
     ? "No rank is a straggler: none is behind the others by enough to matter." : "There is only one rank.";
   if (!texts.length) texts.push(make("p", { class: "result" }, none));
@@ -84,7 +103,7 @@ function writeStragglers(wrapper) {
   const rows = ordered(wrapper.delays, 6, (a, b) => b.late_ms - a.late_ms).map((each) =>
     line(`rank ${each.rank}`, `${sign(each.late_ms)}${duration(Math.abs(each.late_ms))}`, percent(each.last_share)));
   if (rows.length > 1) {
-    const title = head("", `delay at ${wrapper.delays[0].sync_point}`, "came last");
+    const title = head("", term(`delay at ${wrapper.delays[0].sync_point}`, "delay"), "came last");
     texts.push(make("div", { class: "scroller short" }, make("table", {}, title, make("tbody", {}, ...rows))));
   }
   $("stragglers").replaceChildren(...texts);
@@ -116,13 +135,13 @@ function writeBuckets(wrapper) {
 
 function fillBuckets(wrapper, choice) {
   const pick = (values) => (choice === "all" ? median(values) : values[choice]);
-  const backward = pick(wrapper.ranks.map((each) => each.parts[report.parts[BACKWARD]]));
+  const { parts } = choice === "all" ? wrapper : wrapper.ranks[choice];
+  const backward = parts[report.parts[BACKWARD]];
   const times = wrapper.buckets.map(({ ranks }) =>
     ["ready", "launch", "reduced"].map((key) => pick(ranks.map((each) => each[key]))));
   const most = Math.max(backward, ...times.map(([, , reduced]) => reduced), 1e-9);
-  $("buckets-note").textContent =
-    `Times since the start of backward, which takes ${duration(backward)} (shaded). `
-    + "| ready: all gradients are computed; — queued: earlier buckets must be launched first; ■ in flight.";
+  $("buckets-note").replaceChildren(`Times since the start of backward, which takes ${duration(backward)} (shaded). | `,
+    term("ready"), "; — ", term("queued"), "; ■ ", term("in flight"), ".");
   const rows = wrapper.buckets.map((bucket, i) => line(String(bucket.bucket), bytes(bucket.nbytes),
     number(bucket.parameters), ...times[i].map((ms) => duration(ms)), picture(times[i], backward, most),
     waits(bucket)));
@@ -150,10 +169,20 @@ function waits(bucket) {
   return cell;
 }
 
+// Nothing for the plain average, which is what everybody expects.
+function averagedBy(exchange) {
+  return {
+    "the average": "",
+    "the average of parts": "parts: each rank gets the average of its own part only",
+    "the average of shards": "shards: in an order that is the same for every number of ranks",
+  }[exchange] ?? exchange;
+}
+
 function writeRun(wrapper) {
   const { run } = wrapper;
   const plans = wrapper.plans.map((plan) =>
-    `plan ${plan.number}: ${plural(plan.steps, "step")}, ${plural(plan.buckets, "bucket")} (${plan.exchange})`);
+    [`plan ${plan.number}: ${plural(plan.steps, "step")}`, plural(plan.buckets, "bucket"),
+      averagedBy(plan.exchange)].filter(Boolean).join(", "));
   const aligned = wrapper.clock_uncertainty_us === null ? "aligned by the wall clocks only"
     : `aligned to ± ${duration(wrapper.clock_uncertainty_us / 1000)}`;
   const facts = [
@@ -163,17 +192,19 @@ function writeRun(wrapper) {
     ["device", run.device],
     ["backend", run.backend],
     ["transport", run.transport],
-    ["averaged by", run.exchange],
+    ["averaged by", averagedBy(run.exchange)],
     ["bucket caps", `first bucket ${bytes(run.first_cap)}, others ${bytes(run.cap)}`],
     ["bucket plans", plans.join("; ")],
     ["clocks", run.hosts < 2 ? "one clock" : aligned],
     ["version of the recording", String(run.version)],
   ];
   if (wrapper.missing_ranks.length) facts.push(["ranks without a recording", wrapper.missing_ranks.join(", ")]);
-  $("run").replaceChildren(make("tbody", {}, ...facts.map(([name, value]) => line(name, textCell(value)))));
+  const known = facts.filter(([, value]) => value);
+  $("run").replaceChildren(make("tbody", {}, ...known.map(([name, value]) => line(term(name), textCell(value)))));
   const rows = wrapper.ranks.map((each) => line(`rank ${each.rank}`, textCell(each.host), duration(each.step_ms[1]),
     duration(each.longest_step_ms), each.communication_ms ? percent(each.overlap_ms / each.communication_ms) : "none"));
-  $("ranks").replaceChildren(head("", "host", "median step", "longest step", "overlap"), make("tbody", {}, ...rows));
+  const title = head("", "host", "usual step", "longest step", term("overlap", "communication overlap"));
+  $("ranks").replaceChildren(title, make("tbody", {}, ...rows));
 }
 
 function scopeText(wrapper) {
@@ -181,8 +212,10 @@ function scopeText(wrapper) {
   const drawn = wrapper.timelines.length, all = wrapper.ranks.length;
   const texts = [`${wrapper.module} on ${plural(wrapper.group.length, "rank")}, ${plural(wrapper.steps, "step")}; `
     + `the timeline shows the last ${number(rows)}${drawn < all ? `, of ${drawn} of the ${all} ranks` : ""}.`];
-  if (wrapper.figures_from_step > wrapper.first_detailed_step) {
-    texts.push(`Figures are of the steps since ${number(wrapper.figures_from_step)}, when a rank became a straggler.`);
+  if (wrapper.figures_steps < wrapper.steps) {
+    const { figures_from_step: from, figures_to_step: to } = wrapper;
+    const since = from > wrapper.first_detailed_step ? ", since a rank became a straggler" : "";
+    texts.push(`Figures are of steps ${number(from)} to ${number(to)}${since}.`);
   }
   return texts.join(" ");
 }

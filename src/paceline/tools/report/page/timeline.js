@@ -31,6 +31,8 @@ function spacing(span, most) {
   return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
 }
 
+const partName = (part, cause) => (cause ? `pause: ${report.causes[cause - 1]}` : report.parts[part]);
+
 class Timeline {
   constructor(canvas, overview, { parts, colours, onMove }) {
     Object.assign(this, { canvas, overview, parts, colours, onMove });
@@ -109,7 +111,7 @@ class Timeline {
     const healed = this.run.healings.filter((each) => touches(each, this.view)).map(({ words }) => words);
     const note = healed.length ? `, healed here: ${healed.slice(0, 3).join("; ")}` : "";
     this.canvas.setAttribute("aria-label",
-      `Timeline of ${ranks.length} ranks, ${duration(to - from)} wide, steps ${fromStep} to ${toStep}${note}`);
+      `Timeline of ${plural(ranks.length, "rank")}, ${duration(to - from)} wide, steps ${fromStep} to ${toStep}${note}`);
     this.drawAxis(context, width);
     this.drawHealings(context);
     ranks.forEach((each, lane) => {
@@ -174,10 +176,10 @@ class Timeline {
     const buckets = rank.buckets.length, low = this.lane - upper - 1;
     for (let row = rank.rowAt(from); row < rank.length && rank.begins[row] <= to; row++) {
       const left = this.x(rank.begins[row]), right = this.x(rank.finish(row));
-      for (const [part, start, end] of this.run.segments(rank, row)) {
+      for (const [part, start, end, cause] of this.run.segments(rank, row)) {
         const x = this.x(start), wide = this.x(end) - x;
         this.paint(context, part, x, top, Math.max(wide - (wide > 3 ? 0.5 : 0), 0.5), upper);
-        this.inscribe(context, this.parts[part], part, x, wide, top + upper / 2, upper);
+        this.inscribe(context, partName(part, cause), part, x, wide, top + upper / 2, upper);
       }
       context.fillStyle = this.colours.ink;
       context.fillRect(left, top, 1, this.lane);
@@ -310,8 +312,8 @@ class Timeline {
     if (isBelow) lines.push(...this.describeBuckets(rank, row, time));
     const segment = this.run.segments(rank, row).find(([, from, to]) => from <= time && time <= to);
     if (lines.length === 1 && segment) {
-      const [part, start, end] = segment;
-      lines.push(`${this.parts[part]}: ${duration(end - start)}`);
+      const [part, start, end, cause] = segment;
+      lines.push(`${partName(part, cause)}: ${duration(end - start)}`, report.terms[this.parts[part].toLowerCase()]);
     }
     lines.push(`step: ${duration(rank.finish(row) - rank.begins[row])}`);
     return lines;
