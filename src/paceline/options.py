@@ -78,6 +78,7 @@ class WrapperOptions:
         delayed: names of the parameters that are reduced last, from ``delay_all_reduce_named_params`` and
             ``param_to_hook_all_reduce``.
         strict: whether to raise where torch's wrapper raises, see ``strict_mode``.
+        hook: the name of the argument, see ``hook_name``.
     """
 
     caps: CapOptions
@@ -99,6 +100,7 @@ class WrapperOptions:
     transport: Literal["auto", "c10d"] = "auto"
     audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None
     shards: int | None = None
+    hook: str | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "c10d"):
@@ -154,7 +156,27 @@ class WrapperOptions:
             ("the transport", repr(self.transport)),
             ("the audit", repr(self.audit)),
             ("shards", repr(self.shards)),
+            ("the hook", repr(self.hook)),
         ]
+
+
+def hook_name(hook: object, hook_class: type) -> str | None:
+    """The name by which ranks compare their argument ``hook``; raises unless it is one that there can be.
+
+    Args:
+        hook: the argument.
+        hook_class: the class of hooks.
+    """
+    if hook is None:
+        return None
+    if isinstance(hook, str) and hook == "auto":
+        return "Auto"  # the name of what hooks.auto() makes
+    if not isinstance(hook, hook_class):
+        raise OptionError(
+            'hook must be "auto", or one of paceline.hooks, such as paceline.hooks.int8(); register torch\'s '
+            f"hooks by register_comm_hook (hook: {hook!r})"
+        )
+    return type(hook).__name__
 
 
 def strict_mode(*, asked: bool | None) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
+from paceline.errors import OptionError
 from paceline.testing import RanksError, run_ranks
 from paceline.testing.hosts import Hosts, sent_bytes
 
@@ -58,3 +59,29 @@ def test_namespaces_of_a_killed_process_are_removed() -> None:
 def test_two_pairs_of_hosts_can_exist_at_once() -> None:
     with Hosts() as one, Hosts() as two:
         assert there(one) + there(two) == [True] * 4
+
+
+def sent_while_one_host_sends(rank: int, hosts: Hosts, numel: int) -> int:
+    with hosts.group(rank, world=4, host=rank):
+        before = sent_bytes()
+        if rank == 1:
+            distributed.send(torch.ones(numel, dtype=torch.uint8), dst=3)
+        elif rank == 3:
+            distributed.recv(torch.empty(numel, dtype=torch.uint8), src=1)
+        distributed.barrier()
+        return sent_bytes() - before
+
+
+def test_four_hosts_reach_each_other_and_each_counts_what_it_sends() -> None:
+    with Hosts(count=4) as hosts:
+        assert there(hosts) == [True] * 4
+        sent = run_ranks(sent_while_one_host_sends, 4, args=(hosts, 1_000_000), backend=None)
+    assert 1_000_000 < sent[1] < 1_200_000
+    assert max(sent[0], sent[2], sent[3]) < 200_000
+    assert not [*NAMESPACES.glob(f"{hosts.names[0].removesuffix('0')}*")]
+
+
+@pytest.mark.parametrize("count", [1, 255])
+def test_a_count_that_one_network_cannot_have_is_refused(count: int) -> None:
+    with pytest.raises(OptionError, match=rf"2 to 254 hosts \(count: {count}\)"):
+        Hosts(count=count)

@@ -65,8 +65,9 @@ def test_gradients_and_buffers_are_sent_between_hosts_once_per_host(layout: str)
     with Hosts() as hosts:
         sent = run_ranks(bytes_between_hosts, len(layout), args=(hosts, layout), timeout=60.0, backend=None)
     first, last = sent[0], sent[-1]
-    assert GRADIENTS < first["gradients"] < 1.02 * GRADIENTS
-    assert GRADIENTS < last["gradients"] < 1.02 * GRADIENTS
+    # With the headers of TCP and its answers to what has come, of which there are more on a busy machine.
+    assert GRADIENTS < first["gradients"] < 1.05 * GRADIENTS
+    assert GRADIENTS < last["gradients"] < 1.05 * GRADIENTS
     assert first["int8"] / GRADIENTS == pytest.approx((1 + 4 / 256) / 4, rel=0.04)
     assert BUFFER < first["buffers"] < 1.05 * BUFFER
     assert last["buffers"] < 0.05 * BUFFER

@@ -33,7 +33,7 @@ from paceline.watch.watcher import UNWATCHED, GroupWatch, watch_group
 # Long messages of bytes are sent in chunks. When they are sent whole, in both directions at once,
 # acknowledgements wait behind the other direction's data: 2.6 MB over 100 Mbit/s took 320 ms, and in chunks
 # 220 ms, which is what the wire needs.
-_CHUNK_BYTES = 256 * 1024
+MESSAGE_CHUNK_BYTES = 256 * 1024
 # How many names a rank has used in a process group, see Note [Names of wrappers]. Ranks may be threads of one
 # process.
 _names_used: "Counter[tuple[str, int, str]]" = Counter()
@@ -259,6 +259,22 @@ class Group:
         ranks = None if self._local_ranks is None else self._local_ranks.leader_ranks
         return None if ranks is None else Group(self._open(ranks), ranks=self.name_ranks(ranks))
 
+    def open_for_messages(self, device: torch.device, *, name: str, timeout: timedelta) -> Any:
+        """A process group of the same ranks for messages between two of them; every rank calls this at once.
+
+        It is a new one where this one is gloo's: a message that is waited for in vain ends its process group.
+
+        Args:
+            device: where to send from.
+            name: the same on all ranks, and never used before.
+            timeout: how long to wait for the other ranks.
+        """
+        is_gloo = self._ranks is not None or self.backend == "gloo"
+        if device.type != "cpu" or not is_gloo or self._wants_calls or self._store is None:
+            return self.process_group
+        store = distributed.PrefixStore(f"paceline/{name}", self._store)  # type: ignore[attr-defined]  # in no __all__ of torch
+        return torch_private.open_gloo(store, rank=self.rank, size=self.size, timeout=timeout)
+
     def _open(self, ranks: Sequence[int]) -> Any:
         """Open a process group of some of the ranks, on gloo; only those ranks call this, all at once.
 
@@ -353,7 +369,7 @@ class Group:
 
     def all_gather(self, row: Tensor) -> Pending:
         """Begin to fetch every rank's row, a tensor of one row, in the order of the ranks."""
-        return ChunksPending([self._gather_chunk(chunk) for chunk in row.split(_CHUNK_BYTES, dim=1)])
+        return ChunksPending([self._gather_chunk(chunk) for chunk in row.split(MESSAGE_CHUNK_BYTES, dim=1)])
 
     def _gather_chunk(self, row: Tensor) -> Pending:
         rows = row.new_empty((self.size, row.shape[1]))
@@ -370,7 +386,8 @@ class Group:
 
     def all_to_all(self, rows: Tensor) -> Pending:
         """Begin to send row i to rank i; the result has the rows that came, in the order of the ranks."""
-        return ChunksPending([self._exchange_chunk(chunk) for chunk in rows.split(_CHUNK_BYTES, dim=1)])
+        chunks = rows.split(MESSAGE_CHUNK_BYTES, dim=1)
+        return ChunksPending([self._exchange_chunk(chunk) for chunk in chunks])
 
     def _exchange_chunk(self, rows: Tensor) -> Pending:
         if self._lacks("alltoall_base"):

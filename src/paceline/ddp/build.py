@@ -1,5 +1,8 @@
 """A wrapper's start: all ranks begin from the same model, and its reducer is made from its options."""
 
+import logging
+
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import Group
@@ -17,6 +20,7 @@ from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.shard_average import ShardAverage
 from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.after_step import AfterStep
+from paceline.ddp.reducer.auto_tuner import AutoTuner, why_idle
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.manual_finalization import ManualFinalization
 from paceline.ddp.reducer.planner import Planner
@@ -28,6 +32,7 @@ from paceline.ddp.state.parameters import ReducedParameters, check_dtensor_parts
 from paceline.ddp.state.precision import Precision
 from paceline.ddp.state.wrapped_module import WrappedModule
 from paceline.errors import OptionError, UnsupportedError
+from paceline.hooks.auto import Auto
 from paceline.options import WrapperOptions
 from paceline.recording.recorder import Recorder
 from paceline.shard_tree import ShardTree
@@ -35,6 +40,8 @@ from paceline.tensors.dtensor import is_dtensor
 from paceline.torch_private import fuse_reductions
 from paceline.tracing import reduces_in_graph
 from paceline.watch.rank_page import Activity
+
+_LOG = logging.getLogger("paceline")
 
 
 def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *, bytes_at_once: int) -> None:
@@ -126,11 +133,16 @@ def _check_shards(wrapped: WrappedModule, group: Group, options: WrapperOptions)
 
 def _travels_in_another_type(wrapped: WrappedModule, options: WrapperOptions) -> bool:
     """Whether sums within a rank are rounded in another way than those between ranks."""
-    policy = options.mixed_precision
-    travels_in = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    travels_in = _reduce_dtype(options)
     return travels_in is not None and any(
         parameter.dtype != travels_in for parameter in wrapped.params.parameters
     )
+
+
+def _reduce_dtype(options: WrapperOptions) -> torch.dtype | None:
+    """The type in which gradients travel; None if each does in its parameter's own type."""
+    policy = options.mixed_precision
+    return getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
 
 
 def make_audit(
@@ -153,6 +165,25 @@ def make_audit(
         device=wrapped.device,
         bytes_at_once=buffers.settings.bytes_at_once,
     )
+
+
+def is_auto_idle(group: Group, options: WrapperOptions) -> bool:
+    """Whether the hook "auto" has nothing to choose from here; says why in one line."""
+    why = why_idle(group) if options.shards is None else "shards are averaged in one way"
+    if why is not None and group.rank == 0:
+        _LOG.warning("paceline: the hook auto has nothing to do: %s", why)
+    return why is not None
+
+
+def tune(reducer: Reducer, hook: Auto, wrapped: WrappedModule, options: WrapperOptions) -> None:
+    """Measure and decide for the hook "auto" that the reducer uses; every rank calls this at once."""
+    with reducer.group.watch.waiting(Activity.WRAPPING, reducer.step_number, then=Activity.OUTSIDE):
+        # Lazy buckets are for users who want to choose what is held in memory.
+        may_choose_caps = options.caps.is_default and not options.lazy_bucket_allocation
+        tuner = AutoTuner(
+            hook, wrapped.device, reduce_dtype=_reduce_dtype(options), may_choose_caps=may_choose_caps
+        )
+        reducer.tune(tuner)
 
 
 def manual_finalization(

@@ -21,7 +21,7 @@ from paceline.ddp.compat import torch_wrapper
 from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_names import TorchNames, add_torch_names
 from paceline.ddp.exchange.comm_hook import FutureHookExchange, check_hook
-from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, exchange_for_hook
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange, check_state, exchange_for_hook
 from paceline.ddp.exchange.part_average import PartAverage
 from paceline.ddp.join.uneven_inputs import UnevenInputs
 from paceline.ddp.reducer.autograd_hooks import at_start_of_backward, current_backward, during_backward
@@ -30,8 +30,9 @@ from paceline.ddp.state.buffers import BufferHookLocation, BufferSettings, Modul
 from paceline.ddp.state.parameters import UnknownParameters, delayed_names
 from paceline.ddp.state.wrapped_module import attribute_of, wrap_module
 from paceline.errors import StepError, UnsupportedError, WrapError
+from paceline.hooks.auto import Auto, auto
 from paceline.hooks.hook import Hook
-from paceline.options import CapOptions, WrapperOptions, strict_mode
+from paceline.options import CapOptions, WrapperOptions, hook_name, strict_mode
 from paceline.recording.recorder import Recorder
 from paceline.torch_private import FIRST_BUCKET_BYTES
 from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
@@ -84,6 +85,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "heal-from-rank-0", or "off" for not to look. By default "warn" on CPUs, "off" on accelerators.
         shards: the number of shards of each step's batch, on all ranks together. Train in
             ``for inputs in ddp.shards(batch)``; the result has the same bits for every number of ranks.
+        hook: one of ``paceline.hooks``, as by ``register_comm_hook(None, hook)``; "auto" is ``hooks.auto()``.
     """
 
     # What torch asks of the class.
@@ -147,6 +149,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         transport: Literal["auto", "c10d"] = "auto",
         audit: Literal["warn", "raise", "heal", "heal-from-rank-0", "off"] | None = None,
         shards: int | None = None,
+        hook: Hook | Literal["auto"] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -173,6 +176,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             transport=transport,
             audit=audit,
             shards=shards,
+            hook=hook_name(hook, Hook),
         )
         self.module = module
         self.static_graph = False
@@ -192,9 +196,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._build_parts()
         if static_graph:
             TorchNames(self)._set_static_graph()
+        if hook is not None:
+            self.register_comm_hook(None, auto() if isinstance(hook, str) else hook)
 
     def _build_parts(self) -> None:
         """Build what a copy of the wrapper does not take over."""
+        self._has_idle_hook = False
         self._owner = os.getpid()
         self._module_buffers = ModuleBuffers(self.module, self._wrapped.ignored, self._buffer_settings)
         self._unknown_parameters = UnknownParameters(
@@ -263,6 +270,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.check_finalized()
             self._unknown_parameters.warn(is_step_new=self._reducer.is_step_new)
             self.recorder.forward_began()
+        else:
+            self.recorder.evaluation_began()
         synced = self._syncs_now()
         self._reducer.turns.finish_telling(self._group)
         if synced:
@@ -271,6 +280,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._join_config.enable:
             self._reducer.turns.finish_launched()
             self._uneven_inputs.begin_forward(self, synced=synced)
+            if torch.is_grad_enabled():
+                self.recorder.joined()
         if torch.is_grad_enabled():
             is_inside = torch_wrapper.active_wrapper() is not None
             self._reducer.prepare(nested=self._holds_wrapper or is_inside)
@@ -300,6 +311,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._group.watch.mark(Activity.OUTSIDE, self._reducer.step_number)
         synced = self._syncs_now()
         if not torch.is_grad_enabled():
+            self.recorder.evaluation_ended()
             self._reducer.context.begin_buffer_watch()
         else:
             self.recorder.forward_ended()
@@ -429,9 +441,19 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Or by one of ``paceline.hooks``, with None for the state.
         """
+        if isinstance(hook, Auto):
+            # The same is refused whether or not there is something to choose from.
+            check_state(state, hook)
+            self._refuse_second_hook()
+            if build.is_auto_idle(self._group, self._options):
+                self._has_idle_hook = True
+                return
         self._refuse_with_shards("communication hooks")
         with self._logging.noting_errors():
-            if isinstance(hook, Hook):
+            if isinstance(hook, Auto):
+                self._use_hook(exchange_for_hook(self._group, state, hook))
+                build.tune(self._reducer, hook, self._wrapped, self._options)
+            elif isinstance(hook, Hook):
                 self._use_hook(exchange_for_hook(self._group, state, hook))
             else:
                 check_hook(hook)
@@ -442,13 +464,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UnsupportedError(f"shards and {what} exclude each other (shards: {self._options.shards})")
 
     def _use_hook(self, hook: FutureHookExchange | GeneratorHookExchange) -> None:
-        if isinstance(self._reducer.exchange, PartAverage):
+        self._refuse_second_hook()
+        self._reducer.use(hook)
+
+    def _refuse_second_hook(self) -> None:
+        exchange = self._reducer.exchange
+        if isinstance(exchange, PartAverage):
             raise UnsupportedError("communication hooks and gradients in parts exclude each other")
-        if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
+        if self._has_idle_hook or isinstance(exchange, FutureHookExchange | GeneratorHookExchange):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        self._reducer.use(hook)
 
     def join(
         self,

@@ -9,6 +9,7 @@ between hosts: then the world size in their formulas is the number of hosts, and
 part of the parameters.
 """
 
+from paceline.hooks.auto import Auto, auto
 from paceline.hooks.compressed import bf16, fp16, int4, int8, top_k, with_error_feedback
 from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook, average
@@ -16,9 +17,11 @@ from paceline.hooks.local_sgd import PostLocalSGD, post_local_sgd
 from paceline.hooks.power_sgd import power_sgd
 
 __all__ = [
+    "Auto",
     "Compressor",
     "Hook",
     "PostLocalSGD",
+    "auto",
     "average",
     "bf16",
     "fp16",

@@ -81,6 +81,18 @@ class Compressed(Hook):
         as_real(buffer).copy_(mean)
         return buffer
 
+    def add_left_out(self, bucket: GradBucket) -> None:
+        """Add what compression has left out so far."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse or not buffer.numel():
+            return
+        values = as_real(buffer).to(work_type(buffer))
+        width = 2 if buffer.is_complex() else 1
+        sizes = [width * view.numel() for view in bucket.gradients()]
+        for residuals in self._residuals:
+            residuals.hand_over(values.split(sizes), bucket.parameters())
+        as_real(buffer).copy_(values)
+
     def _whole(self, values: Tensor, group: Group) -> Averaging:
         """Every rank gets every message."""
         message = self.compressor.encode(values.unsqueeze(0))
@@ -186,11 +198,16 @@ def with_error_feedback(compressor: Compressor | Hook) -> Hook:
     remembered takes the memory of one set of gradients (in float32 or wider), twice that during a step, and
     is not saved with the model.
     """
-    if isinstance(compressor, Compressed):
-        compressor = compressor.compressor
-    if isinstance(compressor, Hook) or not isinstance(compressor, Compressor):
+    return Compressed(compressor_of(compressor), feedback=True)
+
+
+def compressor_of(given: Compressor | Hook) -> Compressor:
+    """A compressor, or that of a hook which has one."""
+    if isinstance(given, Compressed):
+        return given.compressor
+    if isinstance(given, Hook) or not isinstance(given, Compressor):
         raise HookTypeError(
             "error feedback needs a compressor, which can encode and decode "
-            f"(compressor: {type(compressor).__name__})"
+            f"(compressor: {type(given).__name__})"
         )
-    return Compressed(compressor, feedback=True)
+    return given

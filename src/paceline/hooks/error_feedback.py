@@ -98,6 +98,12 @@ class Residuals:
                 [value for value, _ in pairs], [residual for _, residual in pairs], alpha=self._weight
             )
 
+    def hand_over(self, values: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
+        """Add residuals to gradients that are sent whole; a second reduction of this step does not again."""
+        self.add_to(values, parameters)
+        for value, parameter in zip(values, parameters, strict=True):
+            self.kept.put(parameter, value.new_empty(0))  # fits no gradient
+
     def keep(self, residuals: Sequence[Tensor], parameters: Sequence[Parameter]) -> None:
         """Keep what was not sent this time."""
         if not self._weight:  # this rank sent nothing: there is nothing new

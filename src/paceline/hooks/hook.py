@@ -47,6 +47,11 @@ class Hook(ABC):
         """Its name in errors and logs."""
         return type(self).__name__
 
+    @property
+    def description(self) -> str:
+        """What recordings and ``paceline report`` say of it."""
+        return self.name
+
     @abstractmethod
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Average a bucket's gradients over the group's ranks; there are two or more.
@@ -69,6 +74,9 @@ class Hook(ABC):
             used: for each parameter the number of ranks that used it.
             total: the sum of the ranks' weights, if there were any.
         """
+
+    def add_left_out(self, bucket: GradBucket) -> None:  # noqa: B027  # a hook need not leave anything out
+        """Add to a bucket what earlier steps left out, because this hook will not send it any more."""
 
     def claim(self, user: object) -> None:
         """Belong to one wrapper until that is gone."""

@@ -107,6 +107,17 @@ class PowerSGD(Hook):
             self._keep_directions(matrix.parameter, right)
         return buffer
 
+    def add_left_out(self, bucket: GradBucket) -> None:
+        """Add what lies outside the directions that were sent so far."""
+        if bucket.buffer().is_sparse or bucket.buffer().is_complex():
+            return
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if self._is_worth_it(view):
+                # In the order in which the residual is kept.
+                values = view.to(work_type(view), copy=True, memory_format=torch.contiguous_format)
+                self._residuals.hand_over([values.view(-1)], [parameter])
+                view.copy_(values)
+
     def _is_worth_it(self, view: Tensor) -> bool:
         if view.dim() < 2 or not view.numel():
             return False

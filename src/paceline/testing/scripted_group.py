@@ -254,6 +254,11 @@ class ScriptedGroup:
         """Is noted in ``local_calls``: all ranks are on one host."""
         self.local_calls.append("open_leader_group")
 
+    def open_for_messages(self, device: torch.device, *, name: str, timeout: timedelta) -> Any:  # noqa: ARG002
+        """Is noted in ``local_calls``: nobody answers messages."""
+        self.local_calls.append("open_for_messages")
+        return self.process_group
+
     def check_current(self) -> None:
         """Does nothing: the ranks are never replaced."""
 

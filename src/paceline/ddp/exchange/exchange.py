@@ -34,6 +34,11 @@ class Exchange(ABC):
         self._group = group
         self.sum_per_result = float(group.size)
 
+    @property
+    def description(self) -> str:
+        """What recordings and ``paceline report`` say of it."""
+        return self.name
+
     @abstractmethod
     def for_group(self, group: Group) -> "Exchange":
         """The same exchange among other ranks."""

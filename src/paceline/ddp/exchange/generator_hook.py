@@ -36,7 +36,6 @@ class GeneratorHookExchange(Exchange):
         hook.claim(self)
         self._hook = hook
         self.supports_join = hook.joins
-        self.name = hook.name
         self._correction = 1.0  # the wanted average, divided by the average over all ranks
         self._between: BetweenHosts | None = None
         shared = group.shared if hook.between_hosts else None
@@ -45,6 +44,16 @@ class GeneratorHookExchange(Exchange):
             hook.meet(group)
         else:
             self._between = BetweenHosts(group, shared, hook)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # "auto" changes its own
+        """The hook's name."""
+        return self._hook.name
+
+    @property
+    def description(self) -> str:
+        """The hook's description."""
+        return self._hook.description
 
     def for_group(self, group: Group) -> "GeneratorHookExchange":
         """The same hook among other ranks; what the hook remembers stays."""
@@ -94,13 +103,18 @@ class _Finished:
         return True
 
 
-def exchange_for_hook(group: Group, state: object, hook: Hook) -> GeneratorHookExchange:
-    """The exchange for a hook that a user registered with ``register_comm_hook(None, hook)``."""
+def check_state(state: object, hook: Hook) -> None:
+    """Raise if a hook of paceline's own was registered with a state."""
     if state is not None:
         raise OptionError(
             f"this hook keeps its own state: register it with None (hook: {hook.name}, "
             f"state: {type(state).__name__})"
         )
+
+
+def exchange_for_hook(group: Group, state: object, hook: Hook) -> GeneratorHookExchange:
+    """The exchange for a hook that a user registered with ``register_comm_hook(None, hook)``."""
+    check_state(state, hook)
     if group.may_change:
         raise UnsupportedError(
             "paceline's hooks need ranks that stay the same; in a process group whose ranks may change, use "

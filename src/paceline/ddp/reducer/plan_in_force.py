@@ -92,10 +92,14 @@ class PlanInForce:
         self._planner.learn(summary.order)
         return is_new
 
-    def _follow(self) -> None:
+    def describe(self) -> None:
+        """Tell the recorder which plan and which exchange the next steps have."""
         context = self.context
-        description = PlanDescription(context.bucket_set.plan.buckets, context.exchange.name)
+        description = PlanDescription(context.bucket_set.plan.buckets, context.exchange.description)
         context.recorder.follow(description, context.group)
+
+    def _follow(self) -> None:
+        self.describe()
         self._choose_hooks()
 
     def _choose_hooks(self) -> None:

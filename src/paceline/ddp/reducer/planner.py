@@ -28,6 +28,9 @@ class Planner:
         first_caps: bucket caps while the order is guessed, if it is to be learned.
         caps: bucket caps of every other plan.
         rebuild: whether to learn the order; if not, plans follow the order of the parameters.
+
+    Attributes:
+        caps: the bucket caps of plans whose order is known.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Planner:
     ) -> None:
         self._slots = slots
         self._trainable = [*trainable]
-        self._caps = caps
+        self.caps = caps
         self._first_caps = first_caps if rebuild else caps
         self._rebuild = rebuild
         self.restart()
@@ -73,14 +76,20 @@ class Planner:
             *(slot for slot in order if slot in planned),
             *(slot for slot in self.order if slot not in ready),
         ]
-        self.plan = make_plan(self._slots, self.order, self._caps)
+        self.plan = make_plan(self._slots, self.order, self.caps)
         return True
 
     def add(self, slots: Sequence[int]) -> None:
         """Give slots that were outside the plan a place in it."""
         self.order = [*self.order, *slots]
-        caps = self._first_caps if self.learns_order else self._caps
+        caps = self._first_caps if self.learns_order else self.caps
         self.plan = make_plan(self._slots, self.order, caps)
+
+    def use_caps(self, caps: BucketCaps) -> None:
+        """Use other bucket caps from now on, with the order that was learned."""
+        self.caps = caps
+        if self.stage is PlanStage.LEARNED:
+            self.plan = make_plan(self._slots, self.order, caps)
 
     def outside(self) -> list[int]:
         """Slots that the plan does not cover."""

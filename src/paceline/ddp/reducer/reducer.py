@@ -32,6 +32,7 @@ from paceline.ddp.buckets.bucket_set import BucketOptions
 from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.reducer.accumulation import Accumulation
 from paceline.ddp.reducer.after_step import AfterStep
+from paceline.ddp.reducer.auto_tuner import AutoTuner
 from paceline.ddp.reducer.autograd_hooks import GradHooks, current_backward
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.nonfinite import NonFiniteGradients
@@ -175,6 +176,7 @@ class Reducer:
             planner, context, bucket_options, self.grad_hooks, acts_on_all=strict is not None
         )
         self._refuse_weights()
+        self._tuner: AutoTuner | None = None
 
     @property
     def context(self) -> StepContext:
@@ -357,6 +359,7 @@ class Reducer:
             if self._phase is Phase.ACCUMULATING:
                 self._on_grads()
                 self._become_idle()
+                self.recorder.accumulated()
             elif self.is_syncing:
                 with self._dropping_if_lost(), self.distributed_autograd.in_grad() as arrived:
                     self.grad_hooks.add(arrived)
@@ -365,6 +368,8 @@ class Reducer:
                         self._leave_launched()
                     else:
                         self._learn(self._current.finish())
+                if not self.finalizes_manually:
+                    self._tune()
 
     def missing(self) -> list[str]:
         """The names of the parameters of which the running step still expects a gradient."""
@@ -374,8 +379,10 @@ class Reducer:
 
     def finalize(self) -> None:
         """End a step that ``finish`` has only launched: average the gradients, or raise and drop them."""
-        with self._lock, torch.no_grad(), self._keeping_error(), self._dropping_if_lost():
-            self._learn(self._current.finish())
+        with self._lock, torch.no_grad(), self._keeping_error():
+            with self._dropping_if_lost():
+                self._learn(self._current.finish())
+            self._tune()
 
     def follow_up(self) -> None:
         """Do what follows a step that has ended well: what raises here concerns this rank alone."""
@@ -484,6 +491,12 @@ class Reducer:
         self._wait_for_lost_step()
         self._plan.adopt(self.group, exchange)
 
+    def tune(self, tuner: AutoTuner) -> None:
+        """Have a tuner decide from now on how its hook averages; every rank calls this at once."""
+        self._tuner = tuner
+        tuner.begin(self.context)
+        self._plan.describe()
+
     def use_parts(self, parameters: PartParameters, exchange: Exchange) -> None:
         """Give each rank its part of the averages from now on; also if parts have changed."""
         self.check_finalized()
@@ -527,6 +540,8 @@ class Reducer:
         self._plan.adopt(group, self.exchange.for_group(group))
         self.ranks = self._all_ranks
         self._refuse_weights()
+        if self._tuner is not None:
+            self._tuner.restart(self.planner)
 
     def check_finalized(self) -> None:
         """Raise if the user has to end a step first."""
@@ -643,6 +658,15 @@ class Reducer:
         # What was in flight holds the buckets' storage.
         self._launched, self._step = self.launched, None
         self._become_idle()
+
+    def _tune(self) -> None:
+        """Let the hook "auto" decide after a step; what raises here does not lose the step."""
+        if self._tuner is not None:
+            before = self.exchange.description
+            with self.group.watch.waiting(Activity.TUNING, self.step_number, then=Activity.OUTSIDE):
+                self._tuner.after_step(self.context, self.planner)
+            if self.exchange.description != before:
+                self._plan.describe()
 
     def _leave_launched(self) -> None:
         """Launch what is left, and have it reduced while the user does something else."""

@@ -1,0 +1,25 @@
+"""How many round trips are made to learn a link's latency."""
+
+import pytest
+
+from paceline.comm import link_speed
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "pings"),
+    [
+        (0.1, 500),  # 50 ms of them
+        (1.0, 50),
+        (5.0, 30),  # no fewer: under load, most are late
+        (40.0, 13),  # half a second of them
+        (400.0, 10),
+    ],
+)
+def test_latency_is_the_least_of_many_round_trips_that_take_half_a_second_at_most(
+    monkeypatch: pytest.MonkeyPatch, milliseconds: float, pings: int
+) -> None:
+    made = 0
+    monkeypatch.setattr(link_speed.time, "perf_counter", lambda: made * milliseconds / 1e3)
+    while link_speed._wants_more(made, 0.0):
+        made += 1
+    assert made == pytest.approx(pings, abs=1)
