@@ -1,0 +1,1 @@
+"""``paceline plan``: predicts steps on more hosts from a recording."""
