@@ -48,6 +48,7 @@ from paceline.errors import (
 )
 from paceline.optim.host_optimizer import HostOptimizer
 from paceline.optim.sharded_optimizer import ShardedOptimizer
+from paceline.outer.outer_loop import OuterLoop
 from paceline.tools.run.launch import launch
 from paceline.torch_private import warn_if_newer as _warn_if_newer
 from paceline.training.run import Run
@@ -84,6 +85,7 @@ __all__ = [
     "MixedPrecision",
     "NothingError",
     "OptionError",
+    "OuterLoop",
     "PacelineError",
     "PeerError",
     "ReplacedError",

@@ -5,16 +5,9 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import pytest
+from left_processes import is_running
 
 from paceline.testing import RankPool, forkserver
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -35,7 +28,7 @@ def _pids() -> list[int]:
 def _parent(pid: int) -> int | None:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it has ended before it was opened, or after that
         return None
 
 
@@ -76,19 +69,19 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
     """Two ranks for one file: a pool whose ranks are ended if a test breaks their group."""
-    with RankPool(2, timeout=20.0) as pool:
+    with RankPool(2, timeout=60.0) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """The same, of two ranks and of three."""
-    with RankPool(request.param, timeout=20.0) as pool:
+    with RankPool(request.param, timeout=60.0) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
     """Four ranks for one file: data parallelism by tensor parallelism."""
-    with RankPool(4, timeout=30.0) as pool:
+    with RankPool(4, timeout=60.0) as pool:
         yield pool

@@ -50,7 +50,8 @@ ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
 }
 WHOLE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Muon": (torch.optim.Muon, {"lr": 0.01}),
+    # Few products per step: they are in bfloat16, which many processors are slow at.
+    "Muon": (torch.optim.Muon, {"lr": 0.01, "ns_steps": 1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
 STEPS = 50
@@ -78,7 +79,7 @@ class Wide(nn.Module):
 def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
-        ddp(rows(rank, step)).square().mean().backward()
+        ddp(rows(rank, step).to(next(ddp.parameters()).dtype)).square().mean().backward()
         optimizer.step()
 
 
@@ -210,8 +211,9 @@ def test_its_state_is_loaded_by_the_plain_optimizer_and_by_another_one(ranks: Ra
     ranks.run(loaded, other)
 
 
+# In float64: means over three ranks are rounded in another way than over two, and Adam makes that larger.
 def saved_after(_: int, steps: int) -> tuple[bytes, bytes]:
-    ddp = DistributedDataParallel(Wide())
+    ddp = DistributedDataParallel(Wide().double())
     host = HostOptimizer(ddp, torch.optim.Adam, lr=0.01)
     train(ddp, host, 0, range(steps))  # the same batch on all ranks
     file = io.BytesIO()
@@ -220,7 +222,7 @@ def saved_after(_: int, steps: int) -> tuple[bytes, bytes]:
 
 
 def goes_on(_: int, module: bytes, state: bytes) -> None:
-    theirs, ours = DistributedDataParallel(Wide()), DistributedDataParallel(Wide())
+    theirs, ours = (DistributedDataParallel(Wide().double()) for _ in range(2))
     plain = torch.optim.Adam(theirs.parameters(), lr=0.01)
     host = HostOptimizer(ours, torch.optim.Adam, lr=1.0)
     ours.load_state_dict(torch.load(io.BytesIO(module)))
@@ -235,7 +237,7 @@ def test_another_number_of_ranks_goes_on_with_its_state(pair: RankPool) -> None:
     module, state = pair.run(saved_after, 3)[0]
     run_ranks(goes_on, 3, args=(module, state), timeout=60.0)
     # A parameter is saved with its own memory, and not with that of all.
-    assert len(module) < 1.2 * sum(each.nbytes for each in Wide().parameters())
+    assert len(module) < 1.2 * sum(each.nbytes for each in Wide().double().parameters())
 
 
 def alone(rank: int) -> None:

@@ -1,0 +1,547 @@
+"""``paceline.OuterLoop``: exact averages inside a host in every step, and outer steps between hosts."""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.comm.host_groups import open_group_of, ranks_by_host, ranks_by_member
+from paceline.comm.host_links import HostLinks, Place, own_addresses
+from paceline.comm.membership import own_membership
+from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.errors import MeetingError, MismatchError, OptionError, StepError, UnsupportedError
+from paceline.hooks.compressed import compressor_of, int4
+from paceline.hooks.compressors import Compressor
+from paceline.hooks.hook import Hook
+from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
+from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
+from paceline.outer.host_exchange import HostExchange, Move
+from paceline.outer.host_meeting import HostMeeting
+from paceline.outer.rounds import Rounds
+from paceline.outer.schedule import Schedule, cut_evenly
+from paceline.watch.rank_page import Activity
+from paceline.watch.stall import shorten_names
+
+_FRAGMENTS = 4
+# What may wait for a host that is away, in sizes of all parameters.
+_QUEUED_MODELS = 4
+_MIN_QUEUED_BYTES = 64 << 20
+_SILENT_GRACES = 4
+_BYTES_AT_ONCE = 64 << 20
+_LOOK_SECONDS = 1.0
+_MEET_SECONDS = 60.0
+_FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish() was interrupted"
+_FROZEN_SAMPLES = 1024
+# What a host's ranks do to a fragment: nothing, move it, or replace it.
+_KIND_OF = {None: 0.0, False: 1.0, True: 2.0}
+
+
+class OuterLoop(StepsWithWrapper):
+    """Trains hosts that are far apart, with little traffic between them (DiLoCo).
+
+    ::
+
+        ddp = paceline.DistributedDataParallel(net)
+        outer = paceline.OuterLoop(ddp)
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        for x, y in batches:
+            loss_of(ddp(x), y).backward()
+            optimizer.step()
+            outer.step()
+            optimizer.zero_grad()
+        outer.finish()
+
+    From here on the wrapper averages gradients among the ranks of a host only. Every ``period`` steps, hosts
+    average how far their parameters have moved, and step from there with Nesterov momentum. The parameters
+    are in fragments, whose exchanges are spread over the period and run in a thread beside training.
+
+    A host that does not come within the grace period is left out, and nobody waits for it. When it is back,
+    it takes the state of the others and goes on with them. After ``finish`` all hosts have the same model.
+
+    Bytes sent per host and step for n parameters, to each other host: ``n / (2 period)`` with ``int4``, and
+    3.1% for its scales, where exact averages take ``8 n (H-1)/H`` with H hosts. Error: hosts train apart for
+    up to ``period + overlap`` steps. What compression leaves out is sent with the next change.
+
+    Make it after the wrapper and before optimizers of ``paceline``. Every rank makes it at once, and calls
+    ``step`` and ``finish`` at once with the other ranks of its host.
+
+    Args:
+        ddp: the wrapper.
+        inner: which ranks average in every step: "host" for those of a host, or a process group.
+        period: steps from one exchange of a parameter to its next.
+        fragments: how many fragments the parameters are in; 4 by default, or fewer if there are fewer
+            parameters.
+        overlap: steps from sending a fragment until its result is used; by default ``period // fragments``.
+            A result that comes later is used when it comes.
+        compressor: what changes are sent as: a compressor, or a hook that has one. By default ``int4``.
+        lr: the learning rate of outer steps.
+        momentum: their Nesterov momentum.
+        grace: seconds after which a silent host is left out.
+        meet: "host:port" if each host is a job of its own: there the first host listens, and the others join
+            it, at any time. Each host's wrapper then has the ranks of that host only.
+    """
+
+    _called = "outer loop"
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        inner: Literal["host"] | Any = "host",
+        period: int = 64,
+        fragments: int | None = None,
+        overlap: int | None = None,
+        compressor: Compressor | Hook | None = None,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        grace: float = 10.0,
+        meet: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check(ddp, lr=lr, momentum=momentum, grace=grace)
+        if meet is not None and inner != "host":
+            raise OptionError(
+                "if hosts meet, each is a job of its own, and all of its ranks average in every step: leave "
+                f"inner out (meet: {meet}, inner: {inner})"
+            )
+        self._wrapper = ddp
+        self._grace = grace
+        self._meet = None if meet is None else HostMeeting.parse(meet)
+        # Of empty ones there is nothing to send, and compressors need at least one element.
+        parameters = [parameter for parameter in trainable(ddp) if parameter.numel()]
+        count = min(_FRAGMENTS, len(parameters), period) if fragments is None else fragments
+        if count > len(parameters):
+            raise OptionError(
+                "a fragment needs a parameter of its own "
+                f"(fragments: {fragments}, parameters that are trained: {len(parameters)})"
+            )
+        usual = min(period // max(count, 1), period - 1)
+        self._schedule = Schedule(period, count, usual if overlap is None else overlap)
+        self._compressor = compressor_of(int4() if compressor is None else compressor)
+        self._optimizer = OuterOptimizer(lr, momentum)
+        ranges = cut_evenly([parameter.numel() for parameter in parameters], count)
+        self._parameters = [[parameters[index] for index in part] for part in ranges]
+        self._flat = [FlatParameters(part) for part in self._parameters]
+        self._speaker = 0  # the rank of this host that talks to the others
+        self._moves = 0  # how many moves this rank has made
+        self._is_alone = False
+        self._over = ""  # why this loop makes no more steps
+        self._sharing: list[int] = []  # the fragments that are moved in this step and have not been
+        self._saved: Mapping[str, Any] = {}  # a state that was loaded before hosts have met
+        self._steps = 0
+        self._exchange: HostExchange | None = None
+        self._number: int | None = None  # this host's, where hosts meet
+        self._group = ddp._group
+        self._meet_seconds = _MEET_SECONDS
+        if (membership := own_membership()) is not None:
+            self._prepare_for_healing(membership.lost_after)
+        elif self._meet is None:
+            self._open_among_hosts(inner)
+            self._group = ddp._group
+        else:
+            self._open_by_meeting()
+
+    @property
+    def hosts(self) -> list[int]:
+        """The other hosts that are there; empty on ranks that do not talk to them."""
+        exchange = self._exchange
+        return [] if exchange is None else exchange.rounds.present(time.monotonic())
+
+    # The start.
+
+    def _open_among_hosts(self, inner: Any) -> None:
+        """All hosts are in the wrapper's group."""
+        group = self._wrapper._group
+        hosts = [[0]]
+        if group.size > 1:
+            hosts = ranks_by_host(group) if isinstance(inner, str) else ranks_by_member(group, inner)
+        [own] = [ranks for ranks in hosts if group.rank in ranks]
+        is_speaker = group.rank == own[0]
+        links = self._make_links() if is_speaker and len(hosts) > 1 else None
+        everyone = self._compare(group, links)
+        self._is_alone = len(hosts) == 1
+        if self._is_alone:
+            return
+        self._move_wrapper(open_group_of(group, own) if isinstance(inner, str) else inner)
+        if links is not None:
+            places = {host: everyone[ranks[0]]["place"] for host, ranks in enumerate(hosts)}
+            number = hosts.index(own)
+            del places[number]
+            self._start(links, number, places, token=everyone[0]["token"], is_current=True)
+
+    def _compare(self, group: Group, links: HostLinks | None) -> list[dict[str, Any]]:
+        """What every rank says; raises if ranks have different loops, or begin with different parameters."""
+        place = None if links is None else (own_addresses(os.environ.get("MASTER_ADDR")), links.port)
+        own = {
+            "settings": self._fingerprint(),
+            "values": _digest(self._parameters),
+            "place": place,
+            "token": secrets.token_hex(16),
+        }
+        everyone = [own] if group.size == 1 else group.gather_objects(own, self._wrapper.join_device)
+        for what in ("settings", "values"):
+            for rank, theirs in enumerate(everyone):
+                if theirs[what] != everyone[0][what]:
+                    raise MismatchError(
+                        f"ranks have different outer loops: their {what} differ "
+                        f"(rank 0: {everyone[0][what]}, rank {rank}: {theirs[what]})"
+                    )
+        return everyone
+
+    def _prepare_for_healing(self, lost_after: float) -> None:
+        """Until the first step each rank is alone, so that none can talk for its host: see _regroup."""
+        if self._meet is None:
+            raise UnsupportedError(
+                "with `paceline run --heal`, ranks can be replaced in one host's job only: run a job on each "
+                'host, and name where hosts meet, OuterLoop(ddp, meet="host:port")'
+            )
+        self._meet_seconds = min(_MEET_SECONDS, lost_after / 2)  # or the launcher takes this rank for lost
+
+    def _open_by_meeting(self) -> None:
+        """Each host is a job of its own."""
+        if self._wrapper._group.rank == 0:
+            self._meet_hosts()
+
+    def _meet_hosts(self) -> None:
+        assert self._meet is not None
+        met = self._meet.meet(
+            self._make_links,
+            self._fingerprint(),
+            number=self._number,
+            seconds=self._meet_seconds,
+            grace=self._grace,
+        )
+        self._start(
+            met.links, met.number, met.places, is_current=met.number == 0, joins_after=met.joins_after
+        )
+
+    def _make_links(self, bind: tuple[str, int] = ("", 0)) -> HostLinks:
+        nbytes = sum(flat.numel * flat.dtype.itemsize for flat in self._flat)
+        return HostLinks(
+            max_queued_bytes=max(_MIN_QUEUED_BYTES, _QUEUED_MODELS * nbytes),
+            silent_seconds=_SILENT_GRACES * self._grace,
+            bind=bind,
+        )
+
+    def _start(
+        self,
+        links: HostLinks,
+        number: int,
+        places: Mapping[int, Place],
+        *,
+        is_current: bool,
+        token: str = "",
+        joins_after: float = 0.0,
+    ) -> None:
+        fragments = [Fragment(part, self._compressor, self._optimizer) for part in self._flat]
+        rounds = Rounds(
+            number,
+            [*places],
+            fragments=len(fragments),
+            grace=self._grace,
+            now=time.monotonic(),
+            is_current=is_current,
+            # Where hosts meet, they need not have begun with equal parameters.
+            beginning="start" if self._meet is None else secrets.token_hex(8),
+            life=secrets.token_hex(8),
+        )
+        self._number = number
+        self._exchange = HostExchange(
+            fragments, self._schedule, links, self._fingerprint(), joins_after=joins_after
+        )
+        if self._meet is None:
+            self._exchange.start(rounds, places, token=token)
+        else:  # a host of another loop may have known this place
+            self._exchange.start(rounds, places, token=self._fingerprint(), may_join=True)
+        if self._saved:
+            self._exchange.load_state_dict(self._saved)
+
+    def _move_wrapper(self, inner: Any) -> None:
+        """Average among the ranks of this host from now on."""
+        ddp = self._wrapper
+        if ddp._host_parameters is not None:
+            raise UnsupportedError("make the OuterLoop before the HostOptimizer: it moves the wrapper")
+        ddp._go_on_in(inner, step=ddp._reducer.step_number)
+
+    def _fingerprint(self) -> str:
+        """What all hosts must have in common."""
+        kinds = [[(tuple(each.shape), str(each.dtype)) for each in part] for part in self._parameters]
+        shapes = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
+        own = f"{self._schedule}, {self._optimizer}, {self._compressor.name}, parameters {shapes}"
+        # Those of one process group are equal already, or were ignored on purpose.
+        return own if self._meet is None else f"{own}, frozen parameters {self._frozen_digest()}"
+
+    def _frozen_digest(self) -> str:
+        """A fingerprint of what is not exchanged: of some values of each parameter."""
+        ddp, digest = self._wrapper, hashlib.sha256()
+        for name, parameter in ddp.module.named_parameters():
+            if not parameter.requires_grad and name not in ddp.parameters_to_ignore and parameter.numel():
+                flat = FlatParameters([parameter]).read()
+                digest.update(flat[:: -(-len(flat) // _FROZEN_SAMPLES)].numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # Training.
+
+    def step(self) -> None:
+        """A step is done: exchange what is due, and use what has come; every rank of the host calls this.
+
+        Call it once for each step, after ``optimizer.step()``.
+        """
+        self._note_step()
+        if self._over:
+            raise StepError(f"this outer loop is over, because {self._over}: make another one to go on")
+        if self._is_alone:
+            return
+        self._follow_group()
+        self._check_trained()
+        self._share({} if self._exchange is None else self._exchange.after_step())
+
+    def _check_trained(self) -> None:
+        """Raise if parameters are trained that are not exchanged."""
+        self._steps += 1
+        if self._steps % self._schedule.period == 0:
+            known = {id(parameter) for part in self._parameters for parameter in part}
+            trained = {id(each) for each in trainable(self._wrapper) if each.numel()}
+            names = [
+                name for name, each in self._wrapper.module.named_parameters() if id(each) in trained - known
+            ]
+            if names:
+                raise StepError(
+                    "parameters are trained that hosts do not exchange: make the OuterLoop when all that is "
+                    f"trained requires gradients (parameters: {shorten_names(names)})"
+                )
+
+    def _share(self, moves: Mapping[int, Move]) -> None:
+        """Have every rank of the host make the moves that its speaker has, by fragment."""
+        kinds = [
+            _KIND_OF[None if number not in moves else moves[number].replaces]
+            for number in range(len(self._flat))
+        ]
+        told = self._tell(kinds)
+        self._sharing = [number for number, kind in enumerate(told) if kind]
+        shared = self._wrapper._host_parameters
+        for number in [*self._sharing]:
+            flat = self._flat[number]
+            value = moves[number].by if number in moves else torch.empty(flat.numel, dtype=flat.dtype)
+            self._spread(value)
+            with contextlib.nullcontext() if shared is None else shared.writing():
+                (flat.replace if told[number] == _KIND_OF[True] else flat.move)(value)
+            self._moved(number)
+
+    def _moved(self, number: int) -> None:
+        """This rank has made the move of a fragment, or has got the parameters of one that has."""
+        self._moves += 1
+        self._sharing.remove(number)
+        if self._exchange is not None:
+            self._exchange.used(number)
+
+    def _tell(self, own: Sequence[float]) -> list[float]:
+        """What the speaker says, on every rank of the host; the others say zeros."""
+        group = self._wrapper._group
+        told = torch.tensor(own, dtype=torch.float64)
+        if group.size > 1:
+            with self._waiting():
+                told = group.all_reduce_on_host(told).wait(_ignore)
+        return [*map(float, told.tolist())]
+
+    def _spread(self, value: Tensor) -> None:
+        """Give the speaker's value to every rank of the host."""
+        group = self._wrapper._group.host or self._wrapper._group
+        if group.size > 1:
+            with self._waiting():
+                group.broadcast([value], source=self._speaker, bytes_at_once=_BYTES_AT_ONCE)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        ddp = self._wrapper
+        ddp._reducer.turns.finish_telling(ddp._group)
+        ddp._reducer.turns.finish_launched()
+        with ddp._group.watch.waiting(Activity.OUTER, ddp._reducer.step_number, then=Activity.OUTSIDE):
+            yield
+
+    def _follow_group(self) -> None:
+        """If the host's ranks are others now, agree on who talks to other hosts, and on the parameters."""
+        if self._wrapper._group is not self._group:
+            self._group = self._wrapper._group
+            with self._waiting():
+                self._regroup(self._group)
+
+    def _regroup(self, group: Group) -> None:
+        own = (self._exchange is not None, self._moves, self._number)
+        everyone = [own] if group.size == 1 else group.gather_objects(own)
+        speakers = [rank for rank, (speaks, _, _) in enumerate(everyone) if speaks]
+        self._speaker = speakers[0] if speakers else 0
+        self._number = next((number for _, _, number in everyone if number is not None), None)
+        counts = [moves for _, moves, _ in everyone]
+        for number in self._sharing[: max(counts) - self._moves]:
+            self._moved(number)
+        if len({*counts}) > 1:  # a rank was lost while others moved their parameters
+            for flat in self._flat:
+                value = flat.read()
+                group.broadcast([value], source=counts.index(max(counts)), bytes_at_once=_BYTES_AT_ONCE)
+                flat.replace(value)
+        self._moves = max(counts)
+        if not speakers and self._meet is not None:
+            self._meet_for_host(group)
+
+    def _meet_for_host(self, group: Group) -> None:
+        """Have one rank meet the other hosts; the others keep its number, in case that it is lost."""
+        failure: Exception | None = None
+        if group.rank == self._speaker:
+            try:
+                self._meet_hosts()
+            except Exception as error:  # the other ranks have to know
+                failure = error
+        self._saved = {}  # from here on hosts have a newer state
+        own = (self._number, "" if failure is None else repr(failure))
+        everyone = [own] if group.size == 1 else group.gather_objects(own)
+        self._number, words = everyone[self._speaker]
+        if failure is not None:
+            raise failure
+        if words:
+            raise MeetingError(f"rank {self._speaker} could not meet the other hosts: {words}")
+
+    # The end, and checkpoints.
+
+    def finish(self) -> None:
+        """Training is over: wait for the other hosts, and have the same model as they; every rank calls this.
+
+        A host that has fewer steps than others waits for them, as long as they are there.
+        """
+        if self._over == _INTERRUPTED:
+            raise StepError(f"this outer loop is over, because {self._over}: the hosts have different models")
+        if self._over == _FINISHED:
+            return
+        self._over = _INTERRUPTED
+        try:
+            if not self._is_alone:
+                self._finish()
+        except BaseException:
+            self._leave()
+            raise
+        self._over = _FINISHED
+
+    def _finish(self) -> None:
+        self._follow_group()
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.finish()
+        self._wait_for(lambda rounds, now: rounds.all_finished(now))
+        last = 0 if exchange is None else exchange.send_last()
+        self._wait_for(lambda rounds, _: rounds.decided >= last)
+        self._wait_for(lambda rounds, now: rounds.all_decided(now))
+        self._share({} if exchange is None else exchange.common_values())
+        self._share_buffers()
+        self._warn_of_missing_hosts()
+        self._leave()
+
+    def _warn_of_missing_hosts(self) -> None:
+        if self._exchange is not None and (away := self._exchange.rounds.away(time.monotonic())):
+            warnings.warn(
+                "hosts are away at the end of training, so they have another model than this one "
+                f"(hosts: {away}, here: host {self._exchange.rounds.host})",
+                stacklevel=4,
+            )
+
+    def _wait_for(self, is_so: Callable[[Rounds, float], bool]) -> None:
+        """Wait until something is so on the speaker; it says every second that it still waits."""
+        is_over = False
+        while not is_over:
+            exchange = self._exchange
+            own = [0.0, 0.0] if exchange is None else [1.0, float(exchange.wait_for(is_so, _LOOK_SECONDS))]
+            has_speaker, is_reached = self._tell(own)
+            is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
+
+    def _share_buffers(self) -> None:
+        """Have the module buffers of the present host of the lowest number."""
+        buffers = [*self._wrapper.module.buffers()]
+        if not buffers:
+            return
+        content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in buffers])
+        if self._exchange is not None:
+            received = self._exchange.share_buffers(content.numpy().tobytes())
+            if received is None:
+                warnings.warn(
+                    "the module buffers of the first host have not come, so this host keeps its own "
+                    f"(here: host {self._exchange.rounds.host})",
+                    stacklevel=4,
+                )
+            else:
+                content = torch.frombuffer(bytearray(received), dtype=torch.uint8)
+        self._spread(content)
+        parts = content.split([buffer.nbytes for buffer in buffers])
+        with torch.no_grad():
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def close(self) -> None:
+        """Leave the other hosts; this host keeps the parameters that it has."""
+        self._over = self._over or _CLOSED
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This host's outer state; empty on ranks that do not talk to other hosts.
+
+        Save it with the model, by the first rank of each host. Any rank may call this alone.
+        """
+        return {} if self._exchange is None else self._exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; ranks that do not talk to other hosts ignore it.
+
+        Hosts that load states of different steps agree: those that are behind take over the state of the
+        others.
+        """
+        if self._exchange is not None and state:
+            self._exchange.load_state_dict(state)
+        elif state:
+            self._saved = state  # for the rank that will talk to other hosts
+
+
+def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise OptionError(
+            f"an OuterLoop needs paceline's wrapper: OuterLoop(ddp) (given: {type(ddp).__name__})"
+        )
+    if not (lr > 0 and 0 <= momentum < 1 and 0 < grace < float("inf")):
+        raise OptionError(
+            "lr and grace must be positive, and momentum at least 0 and less than 1 "
+            f"(lr: {lr}, momentum: {momentum}, grace: {grace})"
+        )
+
+
+def _digest(parts: Sequence[Sequence[Tensor]]) -> str:
+    """A fingerprint of the values of parameters."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(FlatParameters(part).read().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _ignore() -> None:
+    """The watch tells who is late."""

@@ -1,0 +1,448 @@
+"""Which hosts count in which round of outer steps: the same on every host. Pure: no tensors, no sockets.
+
+Note [Rounds between hosts]. Each host sends its change of a fragment to all others. One host, the
+coordinator, says whose changes count: those of all hosts that are there, or of those that came within the
+grace period. The coordinator is the present host of the lowest number, so that another takes its place when
+it is away; a host that knows of others that are ahead never decides. Rounds are decided one after the other.
+A host that was away finds the decisions of the others, follows them, and goes on with them.
+
+If hosts cannot reach each other, each side goes on by itself, and their histories differ afterwards. Each
+host says how its history ends in every greeting. Of two hosts whose histories differ, the one of the lower
+number judges: the history in which more changes count stays, and the other host takes over that state.
+
+A decision names each change that counts by a digest, and histories are made of these digests. So a host that
+has other bytes, such as those of a process that was started again, does not take them for the same change.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+from paceline.outer.round_parts import DecidedRound, Fields, Message, OpenRound, Peer, digest_of
+
+# Ends of the history that a greeting tells.
+_TAIL = 32
+# Rounds that are kept for hosts that missed a message.
+_KEPT_TURNS = 2
+_ASK_AGAIN_SECONDS = 1.0
+
+
+class Rounds:
+    """One host's view of the rounds.
+
+    Args:
+        host: this host's number.
+        others: the hosts that are expected from the start.
+        fragments: the number of fragments.
+        grace: seconds for which a round waits for a host, and after which a silent host counts as away.
+        now: the time.
+        is_current: whether this host has the state of the others.
+        beginning: what hosts say that began with the same state.
+        life: what tells this process from an earlier one of the same host.
+
+    Attributes:
+        outbox: messages to be sent; whoever sends them clears it.
+        ready: rounds whose results can be computed; whoever does so clears it.
+        state_for: hosts that this one has to send its state to; whoever does so clears it.
+        accepts_state_from: the host whose state was asked for, if any.
+        has_finished: whether this host has no more steps.
+    """
+
+    def __init__(
+        self,
+        host: int,
+        others: Sequence[int],
+        *,
+        fragments: int,
+        grace: float,
+        now: float,
+        is_current: bool = True,
+        beginning: str = "start",
+        life: str = "",
+    ) -> None:
+        self.host = host
+        self._life = life
+        self.grace = grace
+        self.peers = {other: Peer(now) for other in others}
+        self.outbox: list[Message] = []
+        self.ready: list[DecidedRound] = []
+        self.state_for: list[int] = []
+        self.accepts_state_from: int | None = None
+        self.is_current = is_current
+        self.has_finished = False
+        self._next_round = 0
+        self._kept_rounds = _KEPT_TURNS * fragments
+        self._open: dict[int, OpenRound] = {}
+        self._kept: dict[int, DecidedRound] = {}
+        self._tail: dict[int, str] = {0: beginning}
+        self._decided = 0
+        self._total = 0
+        self._states_taken = 0
+        self._asked_at = self._moved_at = self._head_since = self._ticked = self._current_host_seen = now
+        self._is_late = False  # as in Peer, for this host itself
+        self._answers = {
+            "change": self._on_change,
+            "skip": self._on_skip,
+            "decision": self._on_decision,
+            "need": self._on_need,
+            "greeting": self._on_greeting,
+        }
+        self._unheard: set[int] = set()  # after a pause of this host: who has not answered yet
+
+    @property
+    def decided(self) -> int:
+        """How many rounds are decided, and their changes here."""
+        return self._decided
+
+    @property
+    def history(self) -> Fields:
+        """What another host needs to go on from this one's state."""
+        return {"decided": self._decided, "total": self._total, "tail": [*self._tail.items()]}
+
+    def present(self, now: float) -> list[int]:
+        """The other hosts that are not away, and have the common state."""
+        return sorted(
+            host for host, peer in self.peers.items() if peer.is_current and self._is_here(peer, now)
+        )
+
+    def away(self, now: float) -> list[int]:
+        """The other hosts from which nothing comes."""
+        return sorted(host for host, peer in self.peers.items() if not self._is_here(peer, now))
+
+    def _is_here(self, peer: Peer, now: float) -> bool:
+        return now - peer.heard <= self.grace
+
+    def missing(self, number: int, now: float) -> list[int]:
+        """The hosts that a round still waits for."""
+        opened = self._open.get(number)
+        came = set() if opened is None else {*opened.changes, *opened.skipped}
+        everyone = [host for host in self.present(now) if self._takes_part(host, now)]
+        return [host for host in everyone if host not in came]
+
+    def _takes_part(self, host: int, now: float) -> bool:
+        """Whether a round waits for a host: not if it is late, or has finished before all others."""
+        peer = self.peers[host]
+        return not peer.is_late and (not peer.has_finished or self.all_finished(now))
+
+    def all_finished(self, now: float) -> bool:
+        """Whether no host that is present has any more steps; not while it is unknown who is present."""
+        finished = [self.peers[host].has_finished for host in self.present(now)]
+        return self.has_finished and self.is_current and not self._unheard and all(finished)
+
+    def first_last_round(self, now: float) -> int:
+        """When all have finished: the first round that no host has sent anything for, the same on all."""
+        return max([self._next_round, *(self.peers[host].next_round for host in self.present(now))])
+
+    def all_decided(self, now: float) -> bool:
+        """Whether the present hosts have decided as many rounds as this one."""
+        if self._unheard:
+            return False
+        return all(self.peers[host].decided >= self._decided for host in self.present(now))
+
+    # What this host does.
+
+    def offer(self, number: int, change: bytes, now: float) -> None:
+        """Send this host's change for a round."""
+        self._is_late = False
+        if number >= self._decided:
+            self._opened(number, now).put(self.host, change)
+        self._tell(self._change(number), change)
+        self._decide(now)
+
+    def skip(self, number: int, now: float) -> None:
+        """Have no change for a round."""
+        self._is_late = False
+        if number >= self._decided:
+            self._opened(number, now).skipped.add(self.host)
+            self._tell({"kind": "skip", "round": number}, urgent=True)
+            self._decide(now)
+
+    def finish(self, next_round: int, now: float) -> None:
+        """Have no more steps; ``next_round`` is the first for which this host has sent nothing."""
+        self.has_finished = True
+        self._next_round = next_round
+        self.greet()
+        self._decide(now)
+
+    def take_state(self, history: Fields, now: float) -> None:
+        """Go on from another host's history."""
+        self._decided, self._total = history["decided"], history["total"]
+        self._tail = {int(number): str(digest) for number, digest in history["tail"]}
+        self._kept.clear()
+        self._open = {number: each for number, each in self._open.items() if number >= self._decided}
+        for each in self._open.values():
+            each.drop(self.host)  # it was made from another state
+            each.skipped.add(self.host)
+        self._states_taken += 1
+        self.is_current = True
+        self.accepts_state_from = None
+        self.greet()
+        self._decide(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self.notice_pause(now)
+        self._unheard = {host for host in self._unheard if self._is_here(self.peers[host], now)}
+        self._go_on_alone(now)
+        self._decide(now)
+        self._ask_if_behind(now)
+
+    def _go_on_alone(self, now: float) -> None:
+        """If those that had the common state have gone before they have sent it, have a state of its own."""
+        if self.is_current or self.present(now):
+            self._current_host_seen = now
+        elif now - self._current_host_seen > self.grace:
+            self.is_current = True
+
+    def notice_pause(self, now: float) -> None:
+        """If this process was stopped, hear first what the others did, and decide nothing before."""
+        pause, self._ticked = now - self._ticked, now
+        if pause <= self.grace / 2:
+            return
+        for peer in self.peers.values():
+            peer.heard = max(peer.heard, now)
+        self._unheard = {*self.present(now)}
+        self.greet(echo=True)
+
+    # What comes from other hosts.
+
+    def linked(self, host: int, now: float) -> None:
+        """There is a connection to a host."""
+        peer = self.peers.setdefault(host, Peer(now, is_current=False))
+        peer.heard = now
+        peer.state_sent_at, peer.asked_at = -1, -math.inf
+        if self.accepts_state_from == host:
+            self.accepts_state_from = None
+        self.greet(to=host)
+        for number, opened in sorted(self._open.items()):  # it may have missed what was sent before
+            if self.host in opened.changes:
+                self.outbox.append(Message(host, self._change(number), opened.changes[self.host]))
+            elif self.host in opened.skipped:
+                self.outbox.append(Message(host, {"kind": "skip", "round": number}, urgent=True))
+
+    def heard(self, host: int, when: float) -> None:
+        """Something came from a host at this time."""
+        peer = self.peers[host]
+        peer.heard = max(peer.heard, when)
+
+    def left(self, host: int) -> None:
+        """A host has said that it does not come back."""
+        self.peers.pop(host, None)
+        self._unheard.discard(host)
+
+    def receive(self, host: int, fields: Fields, payload: bytes, now: float) -> None:
+        """A message has come, other than a state."""
+        self.notice_pause(now)
+        self.heard(host, now)
+        self._answers[fields["kind"]](host, fields, payload, now)
+        self._decide(now)
+
+    def _on_change(self, host: int, fields: Fields, payload: bytes, now: float) -> None:
+        of = int(fields["host"])  # its sender may pass on another host's change
+        if of == host:
+            self.peers[host].is_late = False  # also if it is too late for this round
+        if fields["round"] < self._decided:
+            return
+        opened = self._opened(fields["round"], now)
+        is_decided_on = opened.members is not None and opened.members.get(of) == digest_of(payload)
+        if is_decided_on or (not opened.counts(of) and (of == host or of not in opened.changes)):
+            opened.put(of, payload)
+
+    def _on_skip(self, host: int, fields: Fields, _: bytes, now: float) -> None:
+        self.peers[host].is_late = False
+        if fields["round"] >= self._decided:
+            self._opened(fields["round"], now).skipped.add(host)
+
+    def _on_decision(self, host: int, fields: Fields, _: bytes, now: float) -> None:
+        peer = self.peers[host]
+        peer.decided = max(peer.decided, fields["round"] + 1)
+        if fields["round"] >= self._decided:
+            opened = self._opened(fields["round"], now)
+            if opened.members is None:
+                opened.members = {int(member): str(digest) for member, digest in fields["members"]}
+                opened.told_at = now
+
+    def _on_need(self, host: int, fields: Fields, _: bytes, __: float) -> None:
+        """Send what another host lacks to go on: the rounds since, or the whole state."""
+        numbers = range(fields["decided"], self._decided)
+        if fields["state"] or not all(number in self._kept for number in numbers):
+            self._send_state(host)
+            return
+        for number in numbers:
+            kept = self._kept[number]
+            for of, change in kept.changes.items():
+                self.outbox.append(Message(host, {"kind": "change", "round": number, "host": of}, change))
+            self.outbox.append(Message(host, _decision(number, kept.digests), urgent=True))
+
+    def _on_greeting(self, host: int, fields: Fields, _: bytes, now: float) -> None:
+        peer = self.peers[host]
+        peer.decided = fields["decided"]
+        peer.is_current, peer.has_finished = fields["current"], fields["finished"]
+        peer.next_round = fields["next"]
+        peer.states_taken = fields["taken"]
+        if fields["life"] != peer.life:
+            self._forget_earlier_life(host)
+            peer.life = fields["life"]
+        if fields["echo"]:
+            self.greet(to=host, is_answer=True)
+        if fields["answer"]:
+            self._unheard.discard(host)
+        if self.is_current and peer.is_current:
+            self._compare(host, fields, now)
+        elif self.is_current and self.host == min([self.host, *self.present(now)]):
+            self._send_state(host)  # it is new here
+
+    def _forget_earlier_life(self, host: int) -> None:
+        """A host was started again: what it has sent before, it sends anew, if it has not counted yet."""
+        if self.peers[host].life:
+            for opened in self._open.values():
+                if opened.members is None:
+                    opened.drop(host)
+
+    def _compare(self, host: int, fields: Fields, now: float) -> None:
+        """Judge between two histories that differ, if this host has the lower number."""
+        theirs = {int(number): str(digest) for number, digest in fields["tail"]}
+        common = theirs.keys() & self._tail.keys()
+        if common and all(theirs[number] == self._tail[number] for number in common):
+            return
+        if self.host > host:
+            return
+        if not fields["answer"]:  # it may have waited on its way, so it need not be how things are now
+            self._ask_how_it_is(host, now)
+        elif fields["total"] > self._total:
+            self._ask_for_state(host, now)
+        else:
+            self._send_state(host)
+
+    def _ask_how_it_is(self, host: int, now: float) -> None:
+        peer = self.peers[host]
+        if now - peer.asked_at > self.grace:
+            peer.asked_at = now
+            self.greet(to=host, echo=True)
+
+    def _send_state(self, host: int) -> None:
+        peer = self.peers[host]
+        if peer.state_sent_at < peer.states_taken:  # not while one is under way
+            peer.state_sent_at = peer.states_taken
+            self.state_for.append(host)
+
+    def _ask_for_state(self, host: int, now: float) -> None:
+        if self.accepts_state_from is None or now - self._asked_at > 4 * self.grace:
+            self.accepts_state_from = host
+            self._need(host, now, state=True)
+
+    def _ask_if_behind(self, now: float) -> None:
+        """Ask for what is missing if other hosts are ahead and nothing comes."""
+        ahead = [host for host in self.present(now) if self.peers[host].decided > self._decided]
+        if not ahead or not self.is_current:
+            self._moved_at = now
+        elif now - max(self._moved_at, self._asked_at) > _ASK_AGAIN_SECONDS:
+            self._need(max(ahead, key=lambda host: self.peers[host].decided), now, state=False)
+
+    def _need(self, host: int, now: float, *, state: bool) -> None:
+        self._asked_at = now
+        self.outbox.append(Message(host, {"kind": "need", "decided": self._decided, "state": state}))
+
+    def may_take_state_from(self, host: int) -> bool:
+        """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge."""
+        is_ahead = self.peers[host].decided > self._decided
+        return host == self.accepts_state_from or host < self.host or is_ahead or not self.is_current
+
+    # Decisions.
+
+    def _decide(self, now: float) -> None:
+        while self.is_current:
+            opened = self._open.get(self._decided)
+            if opened is None:
+                return
+            self._withdraw_if_lost(opened, now)
+            if not self._has_decision(opened, now) or not opened.is_whole():
+                return  # a change may still be on its way here
+            assert opened.members is not None
+            changes = {host: opened.changes[host] for host in opened.members}
+            self._close(DecidedRound(self._decided, changes, opened.members))
+            self._moved_at = self._head_since = now
+
+    def _withdraw_if_lost(self, opened: OpenRound, now: float) -> None:
+        """Take back a decision on changes that no present host has: its host was lost just then."""
+        if opened.members is None or opened.is_whole() or now - opened.told_at <= self.grace:
+            return
+        if not any(self.peers[host].decided > self._decided for host in self.present(now)):
+            opened.members = None
+            self._head_since = now
+
+    def _has_decision(self, opened: OpenRound, now: float) -> bool:
+        """Whether it is decided who counts; the coordinator decides."""
+        if opened.members is None and self._may_decide(now) and self._is_complete(opened, now):
+            opened.members = {host: str(opened.digest(host)) for host in sorted(opened.changes)}
+            self.outbox.append(Message(None, _decision(self._decided, opened.members), urgent=True))
+        return opened.members is not None
+
+    def _may_decide(self, now: float) -> bool:
+        if self._unheard:
+            return False
+        present = self.present(now)
+        if any(self.peers[host].decided > self._decided for host in present):
+            return False
+        level = [host for host in present if self.peers[host].decided == self._decided]
+        return self.host == min([self.host, *level])
+
+    def _is_complete(self, opened: OpenRound, now: float) -> bool:
+        """Whether a round has waited enough."""
+        if now - max(opened.since, self._head_since) > self.grace:
+            for host in self.missing(self._decided, now):
+                self.peers[host].is_late = True
+            self._is_late = self.host not in {*opened.changes, *opened.skipped}
+            return True
+        came = {*opened.changes, *opened.skipped}
+        takes_part = not self._is_late and (not self.has_finished or self.all_finished(now))
+        own_is_missing = takes_part and self.host not in came
+        return not own_is_missing and not self.missing(self._decided, now)
+
+    def _close(self, decided: DecidedRound) -> None:
+        number = decided.number
+        self._open.pop(number)
+        self._kept[number] = decided
+        self._kept.pop(number - self._kept_rounds, None)
+        self._decided = number + 1
+        self._total += len(decided.changes)
+        before = self._tail[number]
+        words = f"{before} {[*decided.digests.items()]}".encode()
+        self._tail[self._decided] = hashlib.sha256(words).hexdigest()[:16]
+        self._tail.pop(self._decided - _TAIL, None)
+        self.ready.append(decided)
+
+    def _opened(self, number: int, now: float) -> OpenRound:
+        return self._open.setdefault(number, OpenRound(now))
+
+    def _change(self, number: int) -> Fields:
+        return {"kind": "change", "round": number, "host": self.host}
+
+    def _tell(self, fields: Fields, payload: bytes = b"", *, urgent: bool = False) -> None:
+        self.outbox.append(Message(None, fields, payload, urgent))
+
+    def greet(self, *, to: int | None = None, echo: bool = False, is_answer: bool = False) -> None:
+        """Tell hosts how far this one is; call this a few times per grace period.
+
+        Args:
+            to: the host; None for all.
+            echo: whether they are to answer.
+            is_answer: whether it is one.
+        """
+        fields = {
+            **self.history,
+            "kind": "greeting",
+            "current": self.is_current,
+            "finished": self.has_finished,
+            "next": self._next_round,
+            "taken": self._states_taken,
+            "life": self._life,
+            "echo": echo,
+            "answer": is_answer,
+        }
+        # An answer comes after all that was sent before, so that its reader knows it.
+        self.outbox.append(Message(to, fields, urgent=not is_answer))
+
+
+def _decision(number: int, digests: Mapping[int, str]) -> Fields:
+    return {"kind": "decision", "round": number, "members": [*digests.items()]}

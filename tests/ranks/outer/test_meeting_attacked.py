@@ -1,0 +1,233 @@
+"""Hosts that meet, under attack: other models, other states, ends at odd moments."""
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from launcher_runs import free_port
+from torch import Tensor, distributed, nn
+
+from paceline import DistributedDataParallel, OuterLoop
+from paceline.comm.shm.local_ranks import HOST_VARIABLE
+from paceline.errors import MismatchError, OptionError, StepError
+from paceline.outer import host_meeting, outer_loop
+from paceline.testing import run_ranks
+
+SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def job(host: int) -> Iterator[None]:
+    """A process group of this process alone, as a job on a host of its own has it."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", HOST_VARIABLE: f"host {host}"}
+    store: Any = distributed
+    distributed.init_process_group("gloo", store=store.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def meeting(
+    host: int, port: int, net: nn.Module, **options: Any
+) -> tuple[OuterLoop, DistributedDataParallel]:
+    """An outer loop that has met the other host; host 0 listens."""
+    time.sleep(0.5 * host)
+    ddp = DistributedDataParallel(net)
+    outer = OuterLoop(ddp, **{"meet": f"127.0.0.1:{port}", "grace": 2.0, "period": 4, **options})
+    until = time.monotonic() + SECONDS
+    while not outer.hosts or (outer._exchange and not outer._exchange.rounds.is_current):
+        assert time.monotonic() < until, "hosts do not meet"
+        time.sleep(0.01)
+    return outer, ddp
+
+
+def train(outer: OuterLoop, ddp: DistributedDataParallel, steps: int, *, lr: float = 0.05) -> None:
+    optimizer = torch.optim.SGD([each for each in ddp.parameters() if each.requires_grad], lr=lr)
+    for _ in range(steps):
+        outer.step()
+        optimizer.zero_grad()
+        (ddp(torch.randn(4, 8)) - 1).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.005)
+
+
+def values(net: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in net.state_dict().values()]
+
+
+def end_late(host: int, port: int) -> list[Tensor]:
+    """One host is late when the buffers are to be shared: the other one has sent them, and has left."""
+    with job(host):
+        torch.manual_seed(host)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        outer, ddp = meeting(host, port, net)
+        train(outer, ddp, 20)
+        if host == 1:
+            share = outer._share_buffers
+
+            def share_late() -> None:
+                time.sleep(1.0)
+                share()
+
+            outer._share_buffers = share_late  # type: ignore[method-assign]
+        outer.finish()
+        return values(net)
+
+
+def test_a_late_host_ends_with_the_buffers_of_the_one_that_has_left() -> None:
+    first, second = run_ranks(end_late, 2, args=(free_port(),), backend=None)
+    assert all(map(torch.equal, first, second))
+
+
+def start_with(host: int, port: int, value: float) -> list[Tensor]:
+    with job(host):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        if host == 1:
+            net.weight.data.fill_(value)
+        outer, ddp = meeting(host, port, net)
+        train(outer, ddp, 20, lr=0.0)
+        outer.finish()
+        return values(net)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_a_host_that_joins_takes_the_parameters_of_the_others_whatever_its_own_are(value: float) -> None:
+    first, second = run_ranks(start_with, 2, args=(free_port(), value), backend=None)
+    torch.manual_seed(0)
+    expected = values(nn.Linear(8, 8))
+    assert all(map(torch.equal, first, second))
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(first, expected, strict=True))
+
+
+def join_with_bfloat16(host: int, port: int) -> list[Tensor]:
+    outer_loop._MIN_QUEUED_BYTES = 0  # as if the model were large
+    with job(host):
+        torch.manual_seed(host)
+        net = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 1)).bfloat16()
+        outer, _ = meeting(host, port, net)
+        outer.finish()
+        return values(net)
+
+
+def test_the_state_of_a_model_in_bfloat16_has_room_on_its_way() -> None:
+    first, second = run_ranks(join_with_bfloat16, 2, args=(free_port(),), backend=None)
+    assert all(map(torch.equal, first, second))
+
+
+def be_refused(host: int, port: int, what: str) -> str:
+    with job(host):
+        torch.manual_seed(host if what == "frozen" else 0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        net[0].requires_grad_(requires_grad=what != "frozen")
+        if what == "type" and host == 1:
+            net.double()
+        if host == 0:
+            with OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0):
+                time.sleep(5.0)
+            return ""
+        time.sleep(0.5)
+        with pytest.raises(MismatchError, match="this host has another outer loop") as refused:
+            OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["frozen", "type"])
+def test_a_host_with_other_frozen_values_or_types_is_refused(what: str) -> None:
+    [_, words] = run_ranks(be_refused, 2, args=(free_port(), what), backend=None)
+    assert isinstance(words, str)
+    assert "frozen parameters" in words
+
+
+def use_alone(_: int, port: int) -> None:
+    meet = f"127.0.0.1:{port}"
+    with job(0):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        net[0].requires_grad_(requires_grad=False)
+        ddp = DistributedDataParallel(net)
+        with pytest.raises(OptionError, match="leave inner out"):
+            OuterLoop(ddp, meet=meet, inner=distributed.group.WORLD)
+        outer = OuterLoop(ddp, meet=meet, period=4)
+        train(outer, ddp, 8)
+        state = outer.state_dict()
+        net[0].requires_grad_(requires_grad=True)
+        with pytest.raises(StepError, match=r"parameters are trained that hosts do not exchange.*0\.weight"):
+            train(outer, ddp, 4)
+        outer.close()
+        with pytest.raises(StepError, match="it was closed"):
+            outer.step()
+        longer = OuterLoop(ddp, meet=meet, period=64, fragments=2)
+        with pytest.raises(OptionError, match=r"other parameters or fragments|another schedule"):
+            longer.load_state_dict(state)
+        longer.finish()
+        with pytest.raises(StepError, match="it has finished"):
+            longer.step()
+        longer.finish()
+
+
+def test_wrong_calls_are_told() -> None:
+    run_ranks(use_alone, 1, args=(free_port(),), backend=None)
+
+
+def resume_with_another_period(_: int, port: int) -> None:
+    with job(0):
+        ddp = DistributedDataParallel(nn.Linear(8, 8))
+        outer = OuterLoop(ddp, meet=f"127.0.0.1:{port}", period=4)
+        train(outer, ddp, 8)
+        state = outer.state_dict()
+        outer.close()
+        with (
+            OuterLoop(ddp, meet=f"127.0.0.1:{port}", period=64) as other,
+            pytest.raises(OptionError, match="schedule"),
+        ):
+            other.load_state_dict(state)
+
+
+def test_a_state_of_another_period_is_refused() -> None:
+    run_ranks(resume_with_another_period, 1, args=(free_port(),), backend=None)
+
+
+def interrupt_finish(_: int, port: int) -> None:
+    with job(0):
+        outer = OuterLoop(DistributedDataParallel(nn.Linear(8, 8)), meet=f"127.0.0.1:{port}")
+        exchange = outer._exchange
+        assert exchange is not None
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        exchange.finish = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            outer.finish()
+        assert not exchange._links._thread.is_alive()
+        with pytest.raises(StepError, match="was interrupted"):
+            outer.finish()
+
+
+def test_a_finish_that_was_interrupted_is_not_taken_for_one_that_was_not() -> None:
+    run_ranks(interrupt_finish, 1, args=(free_port(),), backend=None)
+
+
+def listen_late(_: int, port: int) -> None:
+    """What is left of a killed job holds the port for a while, and answers nobody."""
+    host_meeting._ANSWER_SECONDS = 0.3
+    left = socket.create_server(("127.0.0.1", port))
+    threading.Timer(1.5, left.close).start()
+    with job(0), warnings.catch_warnings():
+        outer = OuterLoop(DistributedDataParallel(nn.Linear(8, 8)), meet=f"127.0.0.1:{port}")
+        assert outer._number == 0
+        outer.finish()
+
+
+def test_a_host_listens_as_soon_as_its_port_is_free() -> None:
+    run_ranks(listen_late, 1, args=(free_port(),), backend=None)
