@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DEMO   := build/demo
-ACCEPTANCE := tests/docs tests/install tests/launchers tests/libraries
+ACCEPTANCE := tests/benchmarks tests/conformance/test_torch_suite.py tests/docs tests/install tests/launchers tests/libraries
 
 .PHONY: demo test acceptance docs conformance torture launchers versions check bench faults figures format clean
 
@@ -14,14 +14,14 @@ demo: $(READY)
 	$(BIN)/paceline run -n 2 --record $(DEMO) examples/digits.py
 	$(BIN)/paceline report $(DEMO)
 
-# Two at a time, because ranks mostly wait for each other; each file's tests stay together.
+# Three at a time also on two cores, because ranks often wait for each other; each file's tests stay together.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ACCEPTANCE:%=--ignore=%)
 
-# What users meet: the commands of the pages, the examples, and the libraries and launchers that they use. It starts some
-# hundred programs that import torch, and so takes minutes to show what seldom breaks.
+# What users meet: the commands of the pages, the examples, the benchmarks, PyTorch's own tests, and the libraries and
+# launchers that they use. It starts some hundred programs that import torch, and so takes minutes to show what seldom breaks.
 acceptance: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ACCEPTANCE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ACCEPTANCE)
 
 # Every page, with the reference from the docstrings, in build/docs; a warning is an error.
 docs: $(READY)

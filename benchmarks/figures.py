@@ -16,8 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import auto_hook_tables
 import fault_tables
 import heal_tables
+import outer_tables
+import plan_tables
+import scale_tables
 
 from paceline.tools.bench.collective_times import format_size
 from paceline.tools.bench.measure import Size, Timing
@@ -214,7 +218,7 @@ def ddp(entry: Entry) -> Lines:
 
 def ddp_summary(entry: Entry) -> Lines:
     """What synchronisation adds to a step, of the models that have a target."""
-    header = ("step of", "module alone", "torch adds", "paceline adds", "paceline / torch", "target")
+    header = ("step of", "module alone", "torch adds", "paceline adds", "paceline / torch")
     pair = "paceline / torch"
     rows = (
         (
@@ -223,7 +227,6 @@ def ddp_summary(entry: Entry) -> Lines:
             spread(added, "torch"),
             spread(added, "paceline"),
             figure(added, pair),
-            target(added, pair),
         )
         for step, added in _steps(entry)
         if target(added, pair)
@@ -489,6 +492,26 @@ def healing(entry: Entry) -> Lines:
     yield f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}."
 
 
+def auto_hook(entry: Entry) -> Lines:
+    """The hook auto beside the best fixed hook, at each rate."""
+    yield from table(*auto_hook_tables.by_rate(entry))
+    yield ""
+    yield f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}."
+
+
+def outer_loss(entry: Entry) -> Lines:
+    """What the outer loop and exact averages end with, and what they send."""
+    yield from table(*outer_tables.losses(entry))
+    yield ""
+    about = f"`{entry['command']}` on {entry['machine']}; Python {entry['python']}, torch {entry['torch']}"
+    yield f"{about}; losses are means, with the least and the most."
+
+
+def plan(entry: Entry) -> Lines:
+    """Predicted steps beside measured ones."""
+    return with_source(table(*plan_tables.errors(entry)), entry)
+
+
 def faults_summary(entry: Entry) -> Lines:
     """How many faults were told, and ended as they should."""
     yield from table(*fault_tables.summary(entry))
@@ -497,8 +520,19 @@ def faults_summary(entry: Entry) -> Lines:
     yield f"`{entry['command']}` on {entry['machine']}; {versions}."
 
 
+def scale(make: Callable[[Entry], scale_tables.HeaderAndRows]) -> Callable[[Entry], Lines]:
+    """A table of what grows with ranks or hosts, and how busy the machine was."""
+
+    def render(entry: Entry) -> Lines:
+        yield from with_source(table(*make(entry)), entry)
+        yield scale_tables.busy(entry)
+
+    return render
+
+
 # By the name of the table: the benchmark whose figures it has, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
+    "auto-hook": ("auto_hook", auto_hook),
     "collectives": ("collectives", collectives),
     "collectives-mpi": ("collectives_mpi", collectives_mpi("wall")),
     "collectives-mpi-cpu": ("collectives_mpi", collectives_mpi("cpu")),
@@ -528,8 +562,15 @@ TABLES: dict[str, tuple[str, Callable[[Entry], Lines]]] = {
     "memory": ("ddp", memory),
     "memory-adamw": ("memory", memory_adamw),
     "memory-adamw-in-use": ("memory_in_use", memory_adamw),
+    "outer-loss": ("outer_loss", outer_loss),
+    "outer-stop": ("outer_stop", every_result),
+    "outer-times": ("outer_times", every_result),
+    "plan": ("plan", plan),
     "ranks": ("ranks", every_result),
     "same-bits": ("same_bits", same_bits),
+    "scale-hosts": ("scale", scale(scale_tables.hosts)),
+    "scale-sizes": ("scale", scale(scale_tables.sizes)),
+    "scale-times": ("scale", scale(scale_tables.times)),
     "shards": ("shards", every_result),
     "torture": ("torture", torture),
     "torture-summary": ("torture", torture_summary),

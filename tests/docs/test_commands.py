@@ -1,6 +1,7 @@
 """Every command of the README and the tutorial runs, and prints what the page says."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -66,6 +67,26 @@ def check(command: Command, folder: Path, environment: dict[str, str]) -> None:
     printed = run(["bash", "-c", line], folder, environment, code=command.code)
     for shown in command.shown:
         assert is_shown(shown, printed), f"{line}: it does not print {shown!r}\n{printed}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_what_it_installs_is_pinned_and_leaves_an_editable_install_editable(page: str) -> None:
+    [told] = [command.line for command in commands(ROOT / page) if "pip install" in command.line]
+    assert "--constraint constraints.txt --editable ." in told.replace("'", "")
+
+
+def test_one_process_and_two_ranks_of_the_tutorial_learn_the_same(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    for name, text in files(ROOT / "docs/tutorial.md").items():
+        (tmp_path / name).write_text(text)
+    one, two = (
+        [float(percent) for percent in re.findall(r"([\d.]+)% right", run(command, tmp_path, environment))]
+        for command in (["python", "train.py"], ["paceline", "run", "-n", "2", "train_ranks.py"])
+    )
+    assert len(one) == 10
+    # Up to rounding, which may move a few points to the other side.
+    assert two == pytest.approx(one, abs=0.3)
 
 
 def test_the_readme_has_commands_beside_the_two() -> None:

@@ -43,6 +43,10 @@ CLAIMS = {
         r"\[0\] state on this rank: 2\.4 MB with AdamW, 1\.2 MB with parts",
         r"\[0\] the same parameters: True",
     ],
+    "outer_loop": [
+        r"\[0\] step 200: loss 0\.\d\d\d",
+        r"\[0\] the same model on all ranks: True",
+    ],
     "plain_loop": [
         r"\[0\] test accuracy 9\d\.\d% on 403 points, put together from 2 ranks",
         r"\[0\] build/plain_loop\.pt in one process: 0 of 403 answers differ",

@@ -66,8 +66,9 @@ def in_wheel(wheel: Path) -> dict[str, bytes]:
 
 
 def in_source() -> set[str]:
-    """The files of the package in this repository."""
-    files = {path.relative_to(ROOT / "src") for path in (ROOT / "src/paceline").rglob("*") if path.is_file()}
+    """The files of the package in this repository, and the one beside it that starts the command."""
+    inside = [path for path in (ROOT / "src/paceline").rglob("*") if path.is_file()]
+    files = {path.relative_to(ROOT / "src") for path in (*inside, ROOT / "src/paceline_command.py")}
     return {str(path) for path in files if "__pycache__" not in path.parts}
 
 

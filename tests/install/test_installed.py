@@ -26,10 +26,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def test_the_commands_of_the_readme_run_in_another_folder(installed: Environment, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     told = [command.line for command in commands(ROOT / "README.md") if command.line.startswith("paceline ")]
-    assert {line.split()[1] for line in told} == {"audit", "bench", "doctor", "report", "run"}
+    assert {line.split()[1] for line in told} == {"audit", "bench", "doctor", "plan", "report", "run"}
     for line in told:
         run(["bash", "-c", line], tmp_path, installed.variables())
-    assert (tmp_path / "build/run/report.html").exists()
+    assert {*(tmp_path / "build/run").glob("*.html")} == {
+        tmp_path / f"build/run/{page}.html" for page in ("plan", "report")
+    }
 
 
 def test_it_is_the_installed_package_that_runs_and_knows_its_version(

@@ -22,6 +22,7 @@ import mpi_peers
 import mpi_rank
 import pytest
 import recorder
+import scale
 import shards
 import step_targets
 import torch
@@ -569,3 +570,17 @@ def test_shards_are_compared_with_steps_without_them(tmp_path: Path, monkeypatch
         what = f"step of 200 tiny layers, {name}"
         assert rows[what, "with shards / without, wall time"]["value"] > 0
         assert rows[what, f"{held}, with shards"]["value"] == copies
+
+
+def test_what_grows_with_ranks_and_hosts_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    figures = tmp_path / "figures.json"
+    rows = quick_rows(scale, monkeypatch, tmp_path / "rows.json", "--figures", str(figures))
+    on_one_host = rows["3 ranks on one host", "steps recorded per rank"]
+    assert on_one_host["value"] == (3 + 1) * scale.STEPS
+    assert all(spread["median"] > 0 for spread in on_one_host["timings"].values())
+    assert rows["bytes per step of 3 hosts with 2 ranks", "outer loop / plain averages"]["value"] < 1
+    for name, sides in (("scale-times", 5), ("scale-sizes", 3), ("scale-hosts", 2)):
+        header, _, first, *_ = figures_table(name, figures)
+        assert header.count("|") == first.count("|") == sides + 2
