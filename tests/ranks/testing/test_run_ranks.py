@@ -286,6 +286,19 @@ def test_a_rank_that_waits_for_a_failed_rank_is_ended_soon() -> None:
     assert "in fail_while_others_wait" in "".join(caught.value.__notes__)
 
 
+def test_a_rank_that_is_ended_after_others_still_tells_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = signal.pidfd_send_signal
+
+    def slow_send(pidfd: int, number: signal.Signals) -> None:
+        send(pidfd, number)
+        time.sleep(0.3)  # as on a busy machine: rank 1 could notice that rank 0 is gone
+
+    monkeypatch.setattr("paceline.testing.rank_pool.signal.pidfd_send_signal", slow_send)
+    with pytest.raises(RanksError) as caught:
+        run_ranks(fail_while_others_wait)
+    assert "in fail_while_others_wait" in "".join(caught.value.__notes__)
+
+
 def test_errors_that_cannot_be_pickled_are_named() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(fail_unpicklably)
