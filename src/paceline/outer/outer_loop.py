@@ -1,34 +1,34 @@
 """``paceline.OuterLoop``: exact averages inside a host in every step, and outer steps between hosts."""
 
 import contextlib
-import hashlib
 import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.host_groups import open_group_of, ranks_by_host, ranks_by_member
 from paceline.comm.host_links import HostLinks, Place, own_addresses
 from paceline.comm.membership import own_membership
 from paceline.ddp.wrapper import DistributedDataParallel
-from paceline.errors import MeetingError, MismatchError, OptionError, StepError, UnsupportedError
+from paceline.errors import MeetingError, OptionError, StepError, UnsupportedError
 from paceline.hooks.compressed import compressor_of, int4
 from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
 from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
+from paceline.outer.agreement import check_equal, digest_of_frozen, digest_of_shapes, digest_of_values
 from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
 from paceline.outer.host_exchange import HostExchange, Move
 from paceline.outer.host_meeting import HostMeeting
+from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule, cut_evenly
-from paceline.watch.rank_page import Activity
 from paceline.watch.stall import shorten_names
 
 _FRAGMENTS = 4
@@ -36,13 +36,13 @@ _FRAGMENTS = 4
 _QUEUED_MODELS = 4
 _MIN_QUEUED_BYTES = 64 << 20
 _SILENT_GRACES = 4
-_BYTES_AT_ONCE = 64 << 20
 _LOOK_SECONDS = 1.0
 _MEET_SECONDS = 60.0
 _FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish() was interrupted"
-_FROZEN_SAMPLES = 1024
 # What a host's ranks do to a fragment: nothing, move it, or replace it.
 _KIND_OF = {None: 0.0, False: 1.0, True: 2.0}
+# Those of this process that may still be in use.
+_loops: "weakref.WeakSet[OuterLoop]" = weakref.WeakSet()
 
 
 class OuterLoop(StepsWithWrapper):
@@ -116,6 +116,7 @@ class OuterLoop(StepsWithWrapper):
         self._wrapper = ddp
         self._grace = grace
         self._meet = None if meet is None else HostMeeting.parse(meet)
+        self._refuse_second_loop_at_meeting()
         # Of empty ones there is nothing to send, and compressors need at least one element.
         parameters = [parameter for parameter in trainable(ddp) if parameter.numel()]
         count = min(_FRAGMENTS, len(parameters), period) if fragments is None else fragments
@@ -131,7 +132,7 @@ class OuterLoop(StepsWithWrapper):
         ranges = cut_evenly([parameter.numel() for parameter in parameters], count)
         self._parameters = [[parameters[index] for index in part] for part in ranges]
         self._flat = [FlatParameters(part) for part in self._parameters]
-        self._speaker = 0  # the rank of this host that talks to the others
+        self._ranks = HostRanks(ddp)
         self._moves = 0  # how many moves this rank has made
         self._is_alone = False
         self._over = ""  # why this loop makes no more steps
@@ -149,6 +150,17 @@ class OuterLoop(StepsWithWrapper):
             self._group = ddp._group
         else:
             self._open_by_meeting()
+        _loops.add(self)
+
+    def _refuse_second_loop_at_meeting(self) -> None:
+        """Two loops of this host would join each other, and average two modules."""
+        if self._meet is not None and any(
+            other._meet == self._meet and not other._over for other in _loops.copy()
+        ):
+            raise OptionError(
+                "another outer loop of this process meets there: give each loop a port of its own, the same "
+                f"on all hosts, or finish the other one first (meet: {self._meet.address}:{self._meet.port})"
+            )
 
     @property
     def hosts(self) -> list[int]:
@@ -183,18 +195,12 @@ class OuterLoop(StepsWithWrapper):
         place = None if links is None else (own_addresses(os.environ.get("MASTER_ADDR")), links.port)
         own = {
             "settings": self._fingerprint(),
-            "values": _digest(self._parameters),
+            "values": digest_of_values(self._parameters),
             "place": place,
             "token": secrets.token_hex(16),
         }
         everyone = [own] if group.size == 1 else group.gather_objects(own, self._wrapper.join_device)
-        for what in ("settings", "values"):
-            for rank, theirs in enumerate(everyone):
-                if theirs[what] != everyone[0][what]:
-                    raise MismatchError(
-                        f"ranks have different outer loops: their {what} differ "
-                        f"(rank 0: {everyone[0][what]}, rank {rank}: {theirs[what]})"
-                    )
+        check_equal(everyone)
         return everyone
 
     def _prepare_for_healing(self, lost_after: float) -> None:
@@ -274,20 +280,12 @@ class OuterLoop(StepsWithWrapper):
 
     def _fingerprint(self) -> str:
         """What all hosts must have in common."""
-        kinds = [[(tuple(each.shape), str(each.dtype)) for each in part] for part in self._parameters]
-        shapes = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
+        shapes = digest_of_shapes(self._parameters)
         own = f"{self._schedule}, {self._optimizer}, {self._compressor.name}, parameters {shapes}"
-        # Those of one process group are equal already, or were ignored on purpose.
-        return own if self._meet is None else f"{own}, frozen parameters {self._frozen_digest()}"
-
-    def _frozen_digest(self) -> str:
-        """A fingerprint of what is not exchanged: of some values of each parameter."""
-        ddp, digest = self._wrapper, hashlib.sha256()
-        for name, parameter in ddp.module.named_parameters():
-            if not parameter.requires_grad and name not in ddp.parameters_to_ignore and parameter.numel():
-                flat = FlatParameters([parameter]).read()
-                digest.update(flat[:: -(-len(flat) // _FROZEN_SAMPLES)].numpy().tobytes())
-        return digest.hexdigest()[:16]
+        if self._meet is None:  # those of one process group are equal already, or were ignored on purpose
+            return own
+        ddp = self._wrapper
+        return f"{own}, frozen parameters {digest_of_frozen(ddp.module, ddp.parameters_to_ignore)}"
 
     # Training.
 
@@ -326,13 +324,13 @@ class OuterLoop(StepsWithWrapper):
             _KIND_OF[None if number not in moves else moves[number].replaces]
             for number in range(len(self._flat))
         ]
-        told = self._tell(kinds)
+        told = self._ranks.tell(kinds)
         self._sharing = [number for number, kind in enumerate(told) if kind]
         shared = self._wrapper._host_parameters
         for number in [*self._sharing]:
             flat = self._flat[number]
             value = moves[number].by if number in moves else torch.empty(flat.numel, dtype=flat.dtype)
-            self._spread(value)
+            self._ranks.spread(value)
             with contextlib.nullcontext() if shared is None else shared.writing():
                 (flat.replace if told[number] == _KIND_OF[True] else flat.move)(value)
             self._moved(number)
@@ -344,42 +342,18 @@ class OuterLoop(StepsWithWrapper):
         if self._exchange is not None:
             self._exchange.used(number)
 
-    def _tell(self, own: Sequence[float]) -> list[float]:
-        """What the speaker says, on every rank of the host; the others say zeros."""
-        group = self._wrapper._group
-        told = torch.tensor(own, dtype=torch.float64)
-        if group.size > 1:
-            with self._waiting():
-                told = group.all_reduce_on_host(told).wait(_ignore)
-        return [*map(float, told.tolist())]
-
-    def _spread(self, value: Tensor) -> None:
-        """Give the speaker's value to every rank of the host."""
-        group = self._wrapper._group.host or self._wrapper._group
-        if group.size > 1:
-            with self._waiting():
-                group.broadcast([value], source=self._speaker, bytes_at_once=_BYTES_AT_ONCE)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        ddp = self._wrapper
-        ddp._reducer.turns.finish_telling(ddp._group)
-        ddp._reducer.turns.finish_launched()
-        with ddp._group.watch.waiting(Activity.OUTER, ddp._reducer.step_number, then=Activity.OUTSIDE):
-            yield
-
     def _follow_group(self) -> None:
         """If the host's ranks are others now, agree on who talks to other hosts, and on the parameters."""
         if self._wrapper._group is not self._group:
             self._group = self._wrapper._group
-            with self._waiting():
+            with self._ranks.waiting():
                 self._regroup(self._group)
 
     def _regroup(self, group: Group) -> None:
         own = (self._exchange is not None, self._moves, self._number)
         everyone = [own] if group.size == 1 else group.gather_objects(own)
         speakers = [rank for rank, (speaks, _, _) in enumerate(everyone) if speaks]
-        self._speaker = speakers[0] if speakers else 0
+        self._ranks.speaker = speakers[0] if speakers else 0
         self._number = next((number for _, _, number in everyone if number is not None), None)
         counts = [moves for _, moves, _ in everyone]
         for number in self._sharing[: max(counts) - self._moves]:
@@ -387,7 +361,7 @@ class OuterLoop(StepsWithWrapper):
         if len({*counts}) > 1:  # a rank was lost while others moved their parameters
             for flat in self._flat:
                 value = flat.read()
-                group.broadcast([value], source=counts.index(max(counts)), bytes_at_once=_BYTES_AT_ONCE)
+                group.broadcast([value], source=counts.index(max(counts)), bytes_at_once=BYTES_AT_ONCE)
                 flat.replace(value)
         self._moves = max(counts)
         if not speakers and self._meet is not None:
@@ -396,7 +370,7 @@ class OuterLoop(StepsWithWrapper):
     def _meet_for_host(self, group: Group) -> None:
         """Have one rank meet the other hosts; the others keep its number, in case that it is lost."""
         failure: Exception | None = None
-        if group.rank == self._speaker:
+        if group.rank == self._ranks.speaker:
             try:
                 self._meet_hosts()
             except Exception as error:  # the other ranks have to know
@@ -404,11 +378,11 @@ class OuterLoop(StepsWithWrapper):
         self._saved = {}  # from here on hosts have a newer state
         own = (self._number, "" if failure is None else repr(failure))
         everyone = [own] if group.size == 1 else group.gather_objects(own)
-        self._number, words = everyone[self._speaker]
+        self._number, words = everyone[self._ranks.speaker]
         if failure is not None:
             raise failure
         if words:
-            raise MeetingError(f"rank {self._speaker} could not meet the other hosts: {words}")
+            raise MeetingError(f"rank {self._ranks.speaker} could not meet the other hosts: {words}")
 
     # The end, and checkpoints.
 
@@ -458,7 +432,7 @@ class OuterLoop(StepsWithWrapper):
         while not is_over:
             exchange = self._exchange
             own = [0.0, 0.0] if exchange is None else [1.0, float(exchange.wait_for(is_so, _LOOK_SECONDS))]
-            has_speaker, is_reached = self._tell(own)
+            has_speaker, is_reached = self._ranks.tell(own)
             is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
 
     def _share_buffers(self) -> None:
@@ -477,7 +451,7 @@ class OuterLoop(StepsWithWrapper):
                 )
             else:
                 content = torch.frombuffer(bytearray(received), dtype=torch.uint8)
-        self._spread(content)
+        self._ranks.spread(content)
         parts = content.split([buffer.nbytes for buffer in buffers])
         with torch.no_grad():
             for buffer, part in zip(buffers, parts, strict=True):
@@ -533,15 +507,3 @@ def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:
             "lr and grace must be positive, and momentum at least 0 and less than 1 "
             f"(lr: {lr}, momentum: {momentum}, grace: {grace})"
         )
-
-
-def _digest(parts: Sequence[Sequence[Tensor]]) -> str:
-    """A fingerprint of the values of parameters."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(FlatParameters(part).read().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _ignore() -> None:
-    """The watch tells who is late."""

@@ -231,3 +231,17 @@ def listen_late(_: int, port: int) -> None:
 
 def test_a_host_listens_as_soon_as_its_port_is_free() -> None:
     run_ranks(listen_late, 1, args=(free_port(),), backend=None)
+
+
+def make_two_loops(_: int, port: int) -> None:
+    with job(0):
+        first, second = (DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
+        outer = OuterLoop(first, meet=f"127.0.0.1:{port}")
+        with pytest.raises(OptionError, match=rf"another outer loop of this process meets there.*{port}"):
+            OuterLoop(second, meet=f"127.0.0.1:{port}")
+        outer.finish()
+        OuterLoop(second, meet=f"127.0.0.1:{port}").finish()
+
+
+def test_two_modules_that_would_meet_at_one_address_are_refused() -> None:
+    run_ranks(make_two_loops, 1, args=(free_port(),), backend=None)
