@@ -19,6 +19,7 @@ The tree, with the built-in types beside::
     │   └── MismatchError                    ranks that wrapped different models
     ├── StepError (RuntimeError)             a step that could not be finished, on this rank
     │   ├── PeerError                        another rank raised; names it
+    │   │   └── UnmeasuredError              links between ranks could not be measured
     │   ├── StalledError                     a reduction that did not end; names who is missing
     │   ├── HookError                        a communication hook's mistake
     │   │   └── BrokenHookError              one made between two of the hook's collectives
@@ -124,7 +125,11 @@ class StepError(PacelineError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank raised, so that this step is lost on every rank; the message names it."""
+    """Another rank raised, and so this step is lost on every rank, unless the message says that it is not."""
+
+
+class UnmeasuredError(PeerError):
+    """Ranks could not measure the links between them, because messages did not come; no step is lost."""
 
 
 class StalledError(StepError):

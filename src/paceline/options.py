@@ -78,7 +78,7 @@ class WrapperOptions:
         delayed: names of the parameters that are reduced last, from ``delay_all_reduce_named_params`` and
             ``param_to_hook_all_reduce``.
         strict: whether to raise where torch's wrapper raises, see ``strict_mode``.
-        hook: the name of the argument, see ``hook_name``.
+        hook: what ranks compare of the argument, see ``hook_signature``.
     """
 
     caps: CapOptions
@@ -149,6 +149,8 @@ class WrapperOptions:
         """Name and value of each option that must be equal on all ranks."""
         return [
             ("the bucket caps", repr(self.caps.sizes)),
+            ("the bucket caps of the first step", repr(self.caps.first_sizes)),
+            ("default bucket caps", repr(self.caps.is_default)),
             ("rebuild_plan", repr(self.rebuild_plan)),
             ("lazy_bucket_allocation", repr(self.lazy_bucket_allocation)),
             ("delayed parameters", repr(self.delayed)),
@@ -156,12 +158,12 @@ class WrapperOptions:
             ("the transport", repr(self.transport)),
             ("the audit", repr(self.audit)),
             ("shards", repr(self.shards)),
-            ("the hook", repr(self.hook)),
+            ("the hook", str(self.hook)),
         ]
 
 
-def hook_name(hook: object, hook_class: type) -> str | None:
-    """The name by which ranks compare their argument ``hook``; raises unless it is one that there can be.
+def hook_signature(hook: object, hook_class: type) -> str | None:
+    """What ranks compare of their argument ``hook``; raises unless it is one that there can be.
 
     Args:
         hook: the argument.
@@ -169,14 +171,12 @@ def hook_name(hook: object, hook_class: type) -> str | None:
     """
     if hook is None:
         return None
-    if isinstance(hook, str) and hook == "auto":
-        return "Auto"  # the name of what hooks.auto() makes
     if not isinstance(hook, hook_class):
         raise OptionError(
             'hook must be "auto", or one of paceline.hooks, such as paceline.hooks.int8(); register torch\'s '
             f"hooks by register_comm_hook (hook: {hook!r})"
         )
-    return type(hook).__name__
+    return str(hook.signature)
 
 
 def strict_mode(*, asked: bool | None) -> bool:

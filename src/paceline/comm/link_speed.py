@@ -38,7 +38,7 @@ _LEAST_SECONDS = 1e-9
 # Up to this many members every pair is measured; of more, each with its successor, as a ring uses them.
 _MOST_FOR_ALL_PAIRS = 8
 _TAG = 77
-_DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def open_wires(group: Group, device: torch.device, name: str) -> Any:
         LateRankError: a member did not come within a minute.
     """
     try:
-        return group.open_for_messages(device, name=name, timeout=_DEADLINE)
+        return group.open_for_messages(device, name=name, timeout=DEADLINE)
     except RuntimeError as error:
         raise LateRankError(
-            f"another rank did not come to measure links within {_DEADLINE.total_seconds():g} s"
+            f"another rank did not come to measure links within {DEADLINE.total_seconds():g} s"
         ) from error
 
 
@@ -89,9 +89,12 @@ def measure_links(group: Group, wires: Any, device: torch.device) -> dict[tuple[
 
 
 def _pairs(size: int) -> Sequence[tuple[int, int]]:
+    """The pairs, in the order in which each member measures its own."""
     if size <= _MOST_FOR_ALL_PAIRS:
         return [*itertools.combinations(range(size), 2)]
-    return [*itertools.pairwise(range(size)), (0, size - 1)]
+    # Every other pair first: all of these at the same time, and nobody waits for more than two others.
+    neighbours = sorted(itertools.pairwise(range(size)), key=lambda pair: pair[0] % 2)
+    return [*neighbours, (0, size - 1)]
 
 
 def _measure(group: Group, wires: Any, pair: tuple[int, int], device: torch.device) -> PairLink:
@@ -190,14 +193,14 @@ class _Wire:
         """Wait for a message; raise if it does not come in time."""
         began = time.monotonic()
         # A work in Python may not take a timeout, and has an end itself.
-        arguments = () if inspect.isfunction(type(work).wait) else (_DEADLINE,)
+        arguments = () if inspect.isfunction(type(work).wait) else (DEADLINE,)
         try:
             work.wait(*arguments)
         except RuntimeError as error:
-            if time.monotonic() - began < _DEADLINE.total_seconds() / 2:
+            if time.monotonic() - began < DEADLINE.total_seconds() / 2:
                 raise
             raise LateRankError(
-                f"rank {self._name} did not answer within {_DEADLINE.total_seconds():g} s while links were "
+                f"rank {self._name} did not answer within {DEADLINE.total_seconds():g} s while links were "
                 "measured"
             ) from error
 

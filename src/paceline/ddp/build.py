@@ -1,7 +1,5 @@
 """A wrapper's start: all ranks begin from the same model, and its reducer is made from its options."""
 
-import logging
-
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +18,7 @@ from paceline.ddp.exchange.exchange import Exchange
 from paceline.ddp.exchange.shard_average import ShardAverage
 from paceline.ddp.recorder_setup import make_recorder
 from paceline.ddp.reducer.after_step import AfterStep
-from paceline.ddp.reducer.auto_tuner import AutoTuner, why_idle
+from paceline.ddp.reducer.auto_tuner import AutoTuner, say_idle
 from paceline.ddp.reducer.group_turns import turns_of
 from paceline.ddp.reducer.manual_finalization import ManualFinalization
 from paceline.ddp.reducer.planner import Planner
@@ -40,8 +38,6 @@ from paceline.tensors.dtensor import is_dtensor
 from paceline.torch_private import fuse_reductions
 from paceline.tracing import reduces_in_graph
 from paceline.watch.rank_page import Activity
-
-_LOG = logging.getLogger("paceline")
 
 
 def start_equal(wrapped: WrappedModule, group: Group, options: WrapperOptions, *, bytes_at_once: int) -> None:
@@ -167,21 +163,20 @@ def make_audit(
     )
 
 
-def is_auto_idle(group: Group, options: WrapperOptions) -> bool:
-    """Whether the hook "auto" has nothing to choose from here; says why in one line."""
-    why = why_idle(group) if options.shards is None else "shards are averaged in one way"
-    if why is not None and group.rank == 0:
-        _LOG.warning("paceline: the hook auto has nothing to do: %s", why)
-    return why is not None
-
-
-def tune(reducer: Reducer, hook: Auto, wrapped: WrappedModule, options: WrapperOptions) -> None:
-    """Measure and decide for the hook "auto" that the reducer uses; every rank calls this at once."""
+def use_auto(reducer: Reducer, hook: Auto, wrapped: WrappedModule, options: WrapperOptions) -> None:
+    """Average by the hook "auto" from now on: measure and decide; every rank calls this at once."""
+    if options.shards is not None:
+        say_idle(reducer.group, "shards are averaged in one way")
+        return
     with reducer.group.watch.waiting(Activity.WRAPPING, reducer.step_number, then=Activity.OUTSIDE):
         # Lazy buckets are for users who want to choose what is held in memory.
         may_choose_caps = options.caps.is_default and not options.lazy_bucket_allocation
         tuner = AutoTuner(
-            hook, wrapped.device, reduce_dtype=_reduce_dtype(options), may_choose_caps=may_choose_caps
+            hook,
+            reducer.exchange,
+            wrapped.device,
+            reduce_dtype=_reduce_dtype(options),
+            may_choose_caps=may_choose_caps,
         )
         reducer.tune(tuner)
 

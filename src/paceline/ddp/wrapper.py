@@ -17,6 +17,7 @@ from paceline.comm import rpc
 from paceline.comm.group import Group
 from paceline.comm.torch_distributed import Join, Joinable, JoinAlone, JoinHook
 from paceline.ddp import build
+from paceline.ddp.audit.audit import Audit
 from paceline.ddp.compat import torch_wrapper
 from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_names import TorchNames, add_torch_names
@@ -32,7 +33,7 @@ from paceline.ddp.state.wrapped_module import attribute_of, wrap_module
 from paceline.errors import StepError, UnsupportedError, WrapError
 from paceline.hooks.auto import Auto, auto
 from paceline.hooks.hook import Hook
-from paceline.options import CapOptions, WrapperOptions, hook_name, strict_mode
+from paceline.options import CapOptions, WrapperOptions, hook_signature, strict_mode
 from paceline.recording.recorder import Recorder
 from paceline.torch_private import FIRST_BUCKET_BYTES
 from paceline.tracing import break_graph, is_being_traced, reduces_in_graph, untraced, untraced_with_calls
@@ -153,6 +154,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        if isinstance(hook, str) and hook == "auto":
+            hook = auto()
         self.process_group = groups.choose(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -176,7 +179,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             transport=transport,
             audit=audit,
             shards=shards,
-            hook=hook_name(hook, Hook),
+            hook=hook_signature(hook, Hook),
         )
         self.module = module
         self.static_graph = False
@@ -197,11 +200,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         if static_graph:
             TorchNames(self)._set_static_graph()
         if hook is not None:
-            self.register_comm_hook(None, auto() if isinstance(hook, str) else hook)
+            self.register_comm_hook(None, hook)
 
     def _build_parts(self) -> None:
         """Build what a copy of the wrapper does not take over."""
-        self._has_idle_hook = False
+        self._has_auto_hook = False
         self._owner = os.getpid()
         self._module_buffers = ModuleBuffers(self.module, self._wrapped.ignored, self._buffer_settings)
         self._unknown_parameters = UnknownParameters(
@@ -360,10 +363,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._group = group = Group(process_group)
         build.open_group(self._wrapped, group, self._options)
         self._name = group.wrapper
-        audit = self._reducer.context.audit or build.make_audit(
-            self._wrapped, group, self._module_buffers, self._options, self.recorder
+        self._reducer.move_to(group, step=step, audit=self._audit(), has_lost_ranks=True)
+
+    def _audit(self) -> Audit | None:
+        """What compares replicas in the group that this wrapper has; a rank that was alone had none."""
+        return self._reducer.context.audit or build.make_audit(
+            self._wrapped, self._group, self._module_buffers, self._options, self.recorder
         )
-        self._reducer.move_to(group, step=step, audit=audit, has_lost_ranks=True)
 
     @property
     def recorder(self) -> Recorder:
@@ -441,19 +447,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Or by one of ``paceline.hooks``, with None for the state.
         """
-        if isinstance(hook, Auto):
-            # The same is refused whether or not there is something to choose from.
-            check_state(state, hook)
-            self._refuse_second_hook()
-            if build.is_auto_idle(self._group, self._options):
-                self._has_idle_hook = True
-                return
-        self._refuse_with_shards("communication hooks")
         with self._logging.noting_errors():
             if isinstance(hook, Auto):
-                self._use_hook(exchange_for_hook(self._group, state, hook))
-                build.tune(self._reducer, hook, self._wrapped, self._options)
-            elif isinstance(hook, Hook):
+                check_state(state, hook)
+                self._refuse_second_hook()
+                build.use_auto(self._reducer, hook, self._wrapped, self._options)
+                self._has_auto_hook = True
+                return
+            self._refuse_with_shards("communication hooks")
+            if isinstance(hook, Hook):
                 self._use_hook(exchange_for_hook(self._group, state, hook))
             else:
                 check_hook(hook)
@@ -471,7 +473,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         exchange = self._reducer.exchange
         if isinstance(exchange, PartAverage):
             raise UnsupportedError("communication hooks and gradients in parts exclude each other")
-        if self._has_idle_hook or isinstance(exchange, FutureHookExchange | GeneratorHookExchange):
+        if self._has_auto_hook or isinstance(exchange, FutureHookExchange | GeneratorHookExchange):
             raise UnsupportedError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )

@@ -53,8 +53,8 @@ def auto(*, max_error: float = _DEFAULT_ERROR) -> "Auto":
     than 2^-8 there is ``fp16`` with error feedback instead of ``bf16``. It is more precise, but makes
     gradients beyond 65504 infinite, and those below 6e-5 lose precision; ``bf16`` has the range of float32.
     When it changes from one hook to another, one step is averaged as it is, together with what the first hook
-    has left out; of a parameter that no rank uses in this step, that is dropped. On one host there is nothing
-    to choose.
+    has left out; of a parameter that no rank uses in this step, that is dropped. On one host, and on
+    accelerators, there is nothing to choose.
 
     Args:
         max_error: the largest error that a hook may make in one step.
@@ -104,6 +104,11 @@ class Auto(Hook):
         return self.name if self.choice is None else f"auto: {self.choice}"
 
     @property
+    def signature(self) -> str:
+        """The hooks that it may take."""
+        return f"auto: {', '.join(self._allowed)}"
+
+    @property
     def allowed(self) -> list[str]:
         """The hooks whose error is small enough, the most precise first."""
         return [*self._allowed]
@@ -127,11 +132,13 @@ class Auto(Hook):
 
     def begin(self, weight: float | None) -> None:
         """A step begins: change to another hook, if one was chosen."""
-        if self.choice is not None and self.choice.name != self._hook_name:
+        # Without a decision all ranks average, whatever each of them did before.
+        wanted = "average" if self.choice is None else self.choice.name
+        if wanted != self._hook_name:
             # A step that was lost has sent nothing of what an earlier hook left out.
             if self._leaving is None and self._hook_name != "average":
                 self._leaving = self._hook
-            self._hook_name = self.choice.name
+            self._hook_name = wanted
             self._hook = self._allowed[self._hook_name]()
             if self.group is not None:
                 self._hook.meet(self.group)

@@ -47,6 +47,11 @@ class Compressed(Hook):
         """The compressor's name."""
         return self.compressor.name
 
+    @property
+    def signature(self) -> str:
+        """The compressor, and whether there is error feedback."""
+        return f"{self.name} with error feedback" if self._residuals else self.name
+
     def meet(self, group: Group) -> None:
         """The hook runs among these ranks from now on."""
         for residuals in self._residuals:

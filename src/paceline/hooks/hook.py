@@ -52,6 +52,14 @@ class Hook(ABC):
         """What recordings and ``paceline report`` say of it."""
         return self.name
 
+    @property
+    def signature(self) -> str:
+        """What must be the same on all ranks: the hook, and all that changes what it sends.
+
+        Ranks compare the signatures of hooks that wrappers are given.
+        """
+        return type(self).__name__
+
     @abstractmethod
     def reduce(self, bucket: GradBucket, group: Group) -> Reduction:
         """Average a bucket's gradients over the group's ranks; there are two or more.

@@ -62,6 +62,12 @@ class PostLocalSGD(Hook):
         self._step = 0
         self._alone = 0  # steps since the parameters were the same on all ranks
 
+    @property
+    def signature(self) -> str:
+        """Its arguments; of the process group only whether there is one, because ranks may be in several."""
+        within = "" if self._subgroup is None else ", within a process group"
+        return f"post_local_sgd(start_step={self._start_step}, period={self._period}{within})"
+
     def meet(self, group: Group) -> None:
         """The hook runs among these ranks from now on."""
         self._group = group

@@ -75,6 +75,11 @@ class PowerSGD(Hook):
         self._residuals = Residuals()
         self._directions = ParameterTensors()
 
+    @property
+    def signature(self) -> str:
+        """Its arguments."""
+        return f"power_sgd({self._rank}, start_step={self._start_step})"
+
     def begin(self, weight: float | None) -> None:
         """Forget what a step that did not end well left."""
         self._residuals.begin(weight)

@@ -252,6 +252,11 @@ DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str,
         lambda rank: {"bucket_cap_mb": 1 + rank},
         ["caps", "1048576", "2097152"],
     ),
+    "caps that differ in the first step only": (
+        lambda _: linear(),
+        lambda rank: {"bucket_cap_mb_list": [1, 25]} if rank else {},
+        ["bucket caps of the first step", "26214400"],
+    ),
     "sparse on one rank": (
         lambda rank: nn.Embedding(3, 2, sparse=rank == 1),
         lambda _: {},

@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor, distributed, nn
 
 from paceline import DistributedDataParallel, hooks
-from paceline.comm import link_speed
 from paceline.comm.group import Group
 from paceline.comm.link_speed import PairLink
 from paceline.ddp.buckets.plan import BucketCaps
 from paceline.ddp.reducer import auto_tuner
 from paceline.ddp.reducer.auto_tuner import AutoTuner, Stage, SteadySteps
 from paceline.ddp.state.precision import MixedPrecision
-from paceline.errors import MismatchError, OptionError, PeerError, UnsupportedError
-from paceline.hooks.auto import Auto
+from paceline.errors import MismatchError, OptionError, UnsupportedError
 from paceline.testing import RankPool, run_ranks
 
 WIDTH = 64
@@ -202,6 +199,19 @@ def wrapped_with_other_bounds(rank: int) -> str:
 def test_ranks_that_allow_different_errors_are_refused(pair: RankPool) -> None:
     first, second = pair.run(wrapped_with_other_bounds)
     assert first == second
+    assert "(rank 0: auto: average, rank 1: auto: average, bf16, int8, int4)" in first
+
+
+def registered_with_other_bounds(rank: int) -> str:
+    ddp = DistributedDataParallel(net(), transport="c10d")
+    with pytest.raises(MismatchError) as error:
+        ddp.register_comm_hook(None, hooks.auto(max_error=[0, 1 / 14][rank]))
+    return str(error.value)
+
+
+def test_ranks_that_register_auto_with_different_errors_are_refused(pair: RankPool) -> None:
+    first, second = pair.run(registered_with_other_bounds)
+    assert first == second
     assert "(hooks on rank 0: average; on rank 1: average, bf16, int8, int4)" in first
 
 
@@ -284,52 +294,44 @@ def test_ranks_that_move_in_a_trial_of_a_bucket_cap_get_the_caps_from_before() -
         assert after == before != tried
 
 
-class HurtError(Exception):
-    """Of one rank alone."""
+def joined(rank: int, groups: Sequence[Sequence[int]]) -> tuple[list[list[Tensor]], list[str]]:
+    """Gradients and decisions, after ranks of groups that may have decided differently have become one."""
+    bandwidth = 1e5 if rank < 2 else 1e12
+    auto_tuner.measure_links = lambda *_: {(0, 1): PairLink(latency=1e-4, bandwidth=bandwidth)}
+    auto_tuner._WINDOW = 1  # type: ignore[misc]
+    [own] = [each for each in map(distributed.new_group, groups) if not isinstance(each, int)]
+    hook = hooks.auto(max_error=1 / 14)
+    ddp = DistributedDataParallel(net(), process_group=own, hook=hook, transport="c10d")
+    decided = [hook.name]
+    for number in range(3):
+        step(ddp, rank, number)
+    ddp._update_process_group(distributed.group.WORLD)
+    grads = []
+    for number in range(8):
+        grads.append(step(ddp, rank, number))
+        assert hook.choice is not None
+        decided.append(hook.choice.name)
+    return grads, decided
 
 
-def raise_hurt(*_: object) -> None:
-    raise HurtError("no memory")
-
-
-def raised_in_a_measurement(rank: int, at: str) -> tuple[str, list[int], bool]:
-    """What each rank raises, the steps that it counts, and whether later gradients are plain averages."""
-    auto_tuner._WINDOW, auto_tuner._STEPS_PER_MEASUREMENT = 1, 0  # type: ignore[misc]
-    auto_tuner.has_changed = lambda *_: True
-    link_speed._DEADLINE = timedelta(seconds=2)  # type: ignore[misc]
-    ddp = DistributedDataParallel(net(), hook=hooks.auto(max_error=0), transport="c10d", bucket_cap_mb=25)
-    plain = DistributedDataParallel(net(), transport="c10d")
-    if rank == 1:
-        places = {
-            "hooks": (Auto, "measure_costs"),
-            "links": (auto_tuner, "measure_links"),
-            "messages": (link_speed._Wire, "bandwidth"),
-        }
-        place, name = places[at]
-        before = getattr(place, name)
-        setattr(place, name, raise_hurt)
-    told, steps, same = "", [], True
-    for number in range(12):
-        try:
-            grads = step(ddp, rank, number)
-        except (HurtError, PeerError) as error:
-            same = same and isinstance(error, HurtError) == (rank == 1)
-            told = " ".join([str(error), *getattr(error, "__notes__", [])])
-            grads = [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
-            if rank == 1:
-                setattr(place, name, before)
-        same = same and all(map(torch.equal, grads, step(plain, rank, number)))
-        steps.append(ddp._reducer.step_number)
-    return told, steps, same
-
-
-@pytest.mark.parametrize("at", ["hooks", "links", "messages"])
-def test_an_error_while_ranks_measure_is_raised_on_all_and_loses_no_step(at: str) -> None:
-    for told, steps, same in run_ranks(raised_in_a_measurement, 2, args=(at,), timeout=60.0):
-        assert "ranks could not measure links and hooks for the hook auto" in told
-        assert "rank 1: HurtError: no memory" in told
-        assert steps == [*range(1, 13)]
-        assert same
+@pytest.mark.parametrize(
+    ("groups", "before"),
+    [
+        ([[0, 1], [2, 3]], ["auto: int4", "auto: int4", "auto: average", "auto: average"]),
+        ([[0, 1], [2], [3]], ["auto: int4", "auto: int4", "auto", "auto"]),
+    ],
+)
+def test_ranks_that_decided_differently_average_and_decide_together_once_they_are_in_one_group(
+    groups: Sequence[Sequence[int]], before: Sequence[str]
+) -> None:
+    found = run_ranks(joined, 4, args=(groups,), timeout=60.0)
+    first, decided = found[0]
+    assert [names[0] for _, names in found] == before
+    assert decided[-1] == "int4"
+    for theirs, names in found:
+        assert names[1:] == decided[1:]
+        for ours, other in zip(first, theirs, strict=True):
+            assert all(map(torch.equal, ours, other))
 
 
 def recorded(rank: int, folder: Path) -> str:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm import group as groups
 from paceline.comm.group import Group
 from paceline.data_parallel.scatter_gather import gather, scatter_kwargs
+from paceline.ddp.audit.audit import Audit
 from paceline.ddp.compat.builtin_hooks import builtin_hook
 from paceline.ddp.compat.logging_data import LoggingData
 from paceline.ddp.compat.torch_reducer import TorchReducer
@@ -85,6 +86,9 @@ class WrapperParts(Protocol):
 
     def _use_hook(self, hook: FutureHookExchange) -> None:
         """Reduce buckets by a hook from now on."""
+
+    def _audit(self) -> Audit | None:
+        """What compares replicas in the group that it has."""
 
 
 class TorchNames:
@@ -234,7 +238,7 @@ class TorchNames:
             wrapper._wrapped.open_transports(
                 wrapper._group, may_share_memory=wrapper._options.may_share_memory
             )
-            wrapper._reducer.move_to(wrapper._group)
+            wrapper._reducer.move_to(wrapper._group, audit=wrapper._audit())
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Average by one of torch's built-in hooks, given its type."""

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.link_speed import measure_links, open_wires
+from paceline.comm.link_speed import DEADLINE, measure_links, open_wires
 from paceline.ddp.buckets.cap_choice import ReadyTimes, choose_caps
 from paceline.ddp.buckets.plan import BucketCaps, BucketPlan
+from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer.planner import Planner, PlanStage
 from paceline.ddp.reducer.step_context import StepContext
-from paceline.errors import LateRankError, MismatchError, PeerError
+from paceline.errors import MismatchError, PeerError, UnmeasuredError
 from paceline.hooks.auto import Auto
 from paceline.hooks.choice import (
     HookCost,
@@ -63,6 +65,14 @@ class Stage(enum.Enum):
     FITTING = enum.auto()  # they show whether another bucket cap is worth a trial
     TRIAL = enum.auto()  # they have another bucket cap
     WATCHING = enum.auto()  # they show whether the link has changed
+
+
+class Failure(enum.IntEnum):
+    """How a measurement failed on a rank, from harmless to what the user has to know."""
+
+    NONE = 0
+    WIRES = 1  # messages did not come: the way between hosts, or a rank that was stopped for a while
+    ERROR = 2  # anything else that was raised
 
 
 @dataclass(frozen=True)
@@ -117,15 +127,24 @@ class AutoTuner:
 
     Args:
         hook: the hook.
+        plain: averages where the hook has nothing to choose from.
         device: where the module is.
         reduce_dtype: in which gradients travel; None if each does in its parameter's own type.
         may_choose_caps: whether the user left the bucket caps open.
     """
 
     def __init__(
-        self, hook: Auto, device: torch.device, *, reduce_dtype: torch.dtype | None, may_choose_caps: bool
+        self,
+        hook: Auto,
+        plain: Exchange,
+        device: torch.device,
+        *,
+        reduce_dtype: torch.dtype | None,
+        may_choose_caps: bool,
     ) -> None:
+        hook.claim(self)
         self._hook = hook
+        self._plain = plain
         self._device = device
         self._reduce_dtype = reduce_dtype
         self._may_choose_caps = may_choose_caps
@@ -140,6 +159,7 @@ class AutoTuner:
         """
         if self._first_caps is not None and planner is not None:
             planner.use_caps(self._first_caps)
+        self._hook.take(None)
         self._trial: Trial | None = None
         # Of a rank that measures links, a process group; None until all ranks have opened theirs.
         self._wires: list[Any] | None = None
@@ -150,12 +170,19 @@ class AutoTuner:
         self._plan: BucketPlan | None = None
         self._begin_window()
 
+    def exchange_in(self, group: Group) -> Exchange:
+        """The exchange among some ranks: the hook's, if it has something to choose from."""
+        self._hook.release()
+        if why_idle(group, self._device) is None:
+            return GeneratorHookExchange(group, self._hook)
+        self._hook.claim(self)
+        return self._plain.for_group(group)
+
     def begin(self, context: StepContext) -> None:
         """Measure, and decide before there is a step; every rank calls this at once."""
-        if (why := why_idle(context.group)) is not None:
+        if (why := why_idle(context.group, self._device)) is not None:
             self._stage = Stage.IDLE
-            self._hook.take(None)
-            self._say(context.group, f"has nothing to do: {why}")
+            say_idle(context.group, why)
             return
         self._check_same(context.group)
         self._measured = self._measure(context)
@@ -265,7 +292,6 @@ class AutoTuner:
         assert self._reference is not None
         if not has_changed(self._reference, steady.communication) or not self._may_measure:
             return
-        self._reference = steady.communication
         self._measure_again(steady, context)
 
     @property
@@ -281,9 +307,19 @@ class AutoTuner:
         return steady.communication > 2 * predict(_work(context, steady), cost, self._measured.link)
 
     def _measure_again(self, steady: SteadySteps, context: StepContext) -> bool:
-        """Measure, and decide if the link is another; returns whether it is."""
+        """Measure, and decide if the link is another; returns whether it is.
+
+        It is not worth the end of a training: if messages do not come, everything stays as it is.
+        """
         assert self._measured is not None
-        old, self._measured = self._measured.link, self._measure(context)
+        try:
+            old, self._measured = self._measured.link, self._measure(context)
+        except UnmeasuredError as error:
+            self._say(context.group, f"keeps what it has: {error}")
+            # The next attempt may take as long.
+            self._measured = replace(self._measured, seconds=DEADLINE.total_seconds())
+            return False
+        self._reference = steady.communication
         if not _is_another(old, self._measured.link):
             return False
         self._decide(context, _work(context, steady))
@@ -303,9 +339,9 @@ class AutoTuner:
         members = group.size if shared is None else shared.hosts
         # Hooks first: what one rank raises by itself, the others learn before they wait for its messages.
         costs = self._on_all(group, lambda: self._hook.measure_costs(gradients, members))
-        self._open_wires(group)
         try:
-            link = self._on_all(group, self._slowest_link)
+            self._open_wires(group)
+            link = self._on_all(group, self._slowest_link, uses_wires=True)
         except BaseException:
             self._wires = None
             raise
@@ -342,7 +378,9 @@ class AutoTuner:
         name, own, shared = f"links/{group.wrapper}/{now}", self._hook.group, group.shared
         # One rank per host measures: what goes between two hosts shares a link.
         members = [own] if own is not None and (shared is None or shared.rank == 0) else []
-        self._wires = self._on_all(group, lambda: [open_wires(each, self._device, name) for each in members])
+        self._wires = self._on_all(
+            group, lambda: [open_wires(each, self._device, name) for each in members], uses_wires=True
+        )
 
     def _slowest_link(self) -> Link:
         """The slowest of this rank's links; of a rank that measures none, one that is faster than all."""
@@ -351,21 +389,33 @@ class AutoTuner:
         links = measure_links(self._hook.group, self._wires[0], self._device).values()
         return Link(max(each.latency for each in links), min(each.bandwidth for each in links))
 
-    def _on_all(self, group: Group, measure: Callable[[], _T]) -> _T:
-        """What this rank measures, unless a rank raises in it; then every rank raises."""
+    def _on_all(self, group: Group, measure: Callable[[], _T], *, uses_wires: bool = False) -> _T:
+        """What this rank measures, unless a rank raises in it; then every rank raises.
+
+        Args:
+            group: the ranks.
+            measure: measures.
+            uses_wires: whether it sends messages, which may not come.
+        """
         raised: BaseException | None = None
+        failure = Failure.NONE
         try:
             found = measure()
         except BaseException as error:  # of Ctrl-C too: the others would wait
             raised = error
-        if not any(failed for [failed] in _gather(group, [float(raised is not None)], self._device)):
+            # gloo raises nothing more special.
+            failure = Failure.WIRES if uses_wires and isinstance(error, RuntimeError) else Failure.ERROR
+        worst = max(theirs for [theirs] in _gather(group, [float(failure)], self._device))
+        if worst == Failure.NONE:
             return found
         own = None if raised is None else f"{type(raised).__name__}: {raised}"
         reasons = enumerate(group.gather_objects(own, self._device))
         told = "; ".join(f"rank {group.name_ranks([rank])[0]}: {each}" for rank, each in reasons if each)
-        what = f"ranks could not measure links and hooks for the hook auto ({told})"
+        what = f"ranks could not measure links and hooks for the hook auto; no step is lost ({told})"
+        if worst == Failure.WIRES:
+            raise UnmeasuredError(what) from raised
         # A rank that has waited in vain raises as the others do.
-        if raised is None or isinstance(raised, LateRankError):
+        if raised is None or failure is not Failure.ERROR:
             raise PeerError(what) from raised
         raised.add_note(f"paceline: {what}")
         raise raised
@@ -393,9 +443,22 @@ class AutoTuner:
             _LOG.warning("paceline: the hook auto: %s", what)
 
 
-def why_idle(group: Group) -> str | None:
-    """Why the hook "auto" has nothing to choose from in a group; None if it has."""
+def say_idle(group: Group, why: str) -> None:
+    """Say in one line that the hook "auto" has nothing to choose from."""
+    if group.rank == 0:
+        _LOG.warning("paceline: the hook auto has nothing to do: %s", why)
+
+
+def why_idle(group: Group, device: torch.device) -> str | None:
+    """Why the hook "auto" has nothing to choose from; the same on all ranks of a group, and None if it has.
+
+    Args:
+        group: the ranks.
+        device: where the module is.
+    """
     reasons = {
+        # Costs are those of the processor, and messages both ways at once would wait for each other in NCCL.
+        "parameters are on an accelerator": device.type != "cpu",
         "the group's ranks may change": group.may_change or group.awaits_others,
         "there is one rank": group.size == 1,
         "all ranks are on one host": group.shared is not None and group.shared.hosts == 1,

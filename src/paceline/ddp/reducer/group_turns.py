@@ -66,7 +66,7 @@ class TakesTurns(Protocol):
         """End a step that is launched."""
 
     def follow_up(self) -> None:
-        """Do what follows a step that has ended well, on this rank alone."""
+        """Do what follows a step that has ended well; what this raises does not lose the step."""
 
     def give_up(self, outcome: StepOutcome, reason: str | None) -> None:
         """Tell the other ranks that its step is lost; the running backward is about to raise if None."""
@@ -179,7 +179,7 @@ class GroupTurns:
                 return error
             try:
                 reducer.follow_up()
-            except BaseException as error:  # this rank alone has it, and other steps go on
+            except BaseException as error:  # the step has ended well, and other steps go on
                 reducer.unraised = error
         return None
 

@@ -146,7 +146,8 @@ class Reducer:
         self._lock = threading.RLock()  # gradients on several devices arrive in several threads
         self._phase = Phase.IDLE
         self._step: Step | None = None
-        self._interrupt: BaseException | None = None
+        # What the step that has ended well is to raise, once all that follows it is done.
+        self._raised_at_end: BaseException | None = None
         self._launched = 0
         self.distributed_autograd = DistributedAutograd(self, parameters)
         self.grad_hooks = GradHooks(
@@ -385,17 +386,12 @@ class Reducer:
             self._tune()
 
     def follow_up(self) -> None:
-        """Do what follows a step that has ended well: what raises here concerns this rank alone."""
+        """Do what follows a step that has ended well: what raises here does not lose the step."""
         assert self.last_summary is not None
-        with self._keeping_error():
+        with self._keeping_error(), self._raising_at_end():
             self.after_step.run(self.exchange, self.last_summary)
             if self.last_summary.non_finite:
                 self.context.non_finite.tell(self.group, self.last_summary.non_finite)
-            if self._interrupt is not None:
-                try:
-                    raise self._interrupt
-                finally:
-                    self._interrupt = None
 
     def give_up(self, outcome: StepOutcome, reason: str | None) -> None:
         """Tell the other ranks, by the rest of this step's collectives, that the step is lost.
@@ -492,7 +488,8 @@ class Reducer:
         self._plan.adopt(self.group, exchange)
 
     def tune(self, tuner: AutoTuner) -> None:
-        """Have a tuner decide from now on how its hook averages; every rank calls this at once."""
+        """Average by a tuner's hook from now on, as the tuner decides; every rank calls this at once."""
+        self.use(tuner.exchange_in(self.group))
         self._tuner = tuner
         tuner.begin(self.context)
         self._plan.describe()
@@ -501,6 +498,7 @@ class Reducer:
         """Give each rank its part of the averages from now on; also if parts have changed."""
         self.check_finalized()
         self._wait_for_lost_step()
+        self._tuner = None  # parts are averaged in one way
         self._plan.use_parts(parameters)
         self._plan.adopt(self.group, exchange)
 
@@ -537,7 +535,9 @@ class Reducer:
         self.context.buffers.forget()
         if self.context.audit is not None:
             self.context.audit.restart()
-        self._plan.adopt(group, self.exchange.for_group(group))
+        # What the tuner decides by is the same on all ranks of the group, which may come from several.
+        exchange = self.exchange.for_group(group) if self._tuner is None else self._tuner.exchange_in(group)
+        self._plan.adopt(group, exchange)
         self.ranks = self._all_ranks
         self._refuse_weights()
         if self._tuner is not None:
@@ -654,19 +654,27 @@ class Reducer:
         self._may_abandon = True
         has_inputs = self._current.in_flight.outcome is StepOutcome.FINE
         self.recorder.step_ended(StepKind.ORDINARY if has_inputs else StepKind.NO_INPUTS)
-        self._interrupt = self._current.in_flight.interrupt
+        self._raised_at_end = self._current.in_flight.interrupt
         # What was in flight holds the buckets' storage.
         self._launched, self._step = self.launched, None
         self._become_idle()
 
     def _tune(self) -> None:
-        """Let the hook "auto" decide after a step; what raises here does not lose the step."""
-        if self._tuner is not None:
-            before = self.exchange.description
+        """Let the hook "auto" decide after a step.
+
+        What raises here is raised after what follows the step: the hook has yet to keep what it left out, and
+        other wrappers have yet to end their steps.
+        """
+        if self._tuner is None:
+            return
+        before = self.exchange.description
+        try:
             with self.group.watch.waiting(Activity.TUNING, self.step_number, then=Activity.OUTSIDE):
                 self._tuner.after_step(self.context, self.planner)
-            if self.exchange.description != before:
-                self._plan.describe()
+        except BaseException as error:
+            self._raised_at_end = self._raised_at_end or error
+        if self.exchange.description != before:
+            self._plan.describe()
 
     def _leave_launched(self) -> None:
         """Launch what is left, and have it reduced while the user does something else."""
@@ -695,6 +703,18 @@ class Reducer:
             self.drop()
             self.turns.drop_others(self)
             raise
+
+    @contextlib.contextmanager
+    def _raising_at_end(self) -> Iterator[None]:
+        """Raise what the step that has ended is to raise, also if something else is raised before."""
+        try:
+            yield
+        finally:
+            if self._raised_at_end is not None:
+                try:
+                    raise self._raised_at_end
+                finally:
+                    self._raised_at_end = None
 
     @contextlib.contextmanager
     def _keeping_error(self) -> Iterator[None]:
