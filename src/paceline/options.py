@@ -162,7 +162,7 @@ class WrapperOptions:
         ]
 
 
-def hook_signature(hook: object, hook_class: type) -> str | None:
+def hook_signature(hook: Any, hook_class: type) -> str | None:
     """What ranks compare of their argument ``hook``; raises unless it is one that there can be.
 
     Args:
@@ -171,7 +171,8 @@ def hook_signature(hook: object, hook_class: type) -> str | None:
     """
     if hook is None:
         return None
-    if not isinstance(hook, hook_class):
+    is_known = isinstance(hook, hook_class)
+    if not is_known:
         raise OptionError(
             'hook must be "auto", or one of paceline.hooks, such as paceline.hooks.int8(); register torch\'s '
             f"hooks by register_comm_hook (hook: {hook!r})"

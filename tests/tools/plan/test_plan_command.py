@@ -18,6 +18,7 @@ from paceline.recording.ring_buffer import Header
 from paceline.recording.rows import StepColumn, SumColumn
 from paceline.testing import run_ranks
 from paceline.tools.main import main
+from paceline.tools.plan import calibration
 from paceline.tools.plan.calibration import Calibration
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.recorded_steps import read_steps
@@ -55,17 +56,41 @@ def test_a_real_recording_gets_a_prediction_for_each_number_of_hosts_and_each_ho
     sent = {(each["hosts"], each["hook"]): each["sent_bytes"] for each in found["predictions"]}
     whole = sum(found["recorded"]["bucket_bytes"])
     assert whole == 2 * (64 * 64 + 64) * 4
-    assert sent[2, "none"] == pytest.approx(whole)
-    assert sent[2, "fp16"] == pytest.approx(whole / 2)
-    assert sent[8, "fp16"] == pytest.approx(whole * 7 / 8, rel=0.01)
-    assert sent[2, "int8"] == pytest.approx(whole / 4 * 1.016, rel=0.01)
-    assert {each["what"] for each in found["measured"]} == {"in host", *hooks} - {"none"}
+    # P, B, 2 and 22 W entries of 4 bytes; see docs/scale.md.
+    few, many = (4 * (4 + 1 + 2 + 22 * 2 * hosts) for hosts in (2, 8))
+    assert sent[2, "none"] == pytest.approx(whole + few)
+    assert sent[8, "none"] == pytest.approx((whole + many) * 14 / 8)
+    assert sent[2, "fp16"] == pytest.approx(whole / 2 + few)
+    assert sent[8, "fp16"] == pytest.approx(whole * 7 / 8 + many * 14 / 8, rel=0.01)
+    assert sent[2, "int8"] == pytest.approx(whole / 4 * 1.016 + few, rel=0.01)
+    assert {each["what"] for each in found["measured"]} == {"in host", "report", *hooks} - {"none"}
+
+
+def test_a_report_of_many_ranks_takes_as_long_as_it_has_entries(folder: Path) -> None:
+    costs = Calibration(read_steps(folder), Cluster((2,), 8, 1e9, 0.0))
+    assert Calibration(read_steps(folder), Cluster((1,), 2, 1e9, 0.0)).report(1).seconds == 0  # as recorded
+    some, more, many = (costs.report(hosts).seconds for hosts in (128, 1_280, 10_000))
+    assert 0 < some < 0.1
+    assert more == pytest.approx(10 * some, rel=0.1)
+    assert many == pytest.approx(78 * some, rel=0.1)
+
+
+def test_what_is_measured_inside_a_host_fits_into_its_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(calibration.torch, "randn", lambda numel: made.append(numel) or torch.zeros(1))
+    monkeypatch.setattr(calibration.torch, "empty", lambda _: torch.zeros(1))
+    monkeypatch.setattr(calibration, "_seconds", lambda _: 0.5)
+    seconds = Calibration(read_steps(folder), Cluster((2,), 8, 1e9, 0.0))._in_host(1 << 28)
+    assert sum(made) == 1 << 26
+    assert seconds == (0.5 * 32, 0.5 * 32)
 
 
 def test_gradients_of_all_buckets_are_not_kept_in_memory_at_once(folder: Path) -> None:
-    calibration = Calibration(read_steps(folder), Cluster((2,), 2, 1e9, 0.0))
-    assert calibration.work("fp16", 2)
-    assert not any(vars(share).keys() & {"gradients", "parameters"} for share in calibration._shares)
+    costs = Calibration(read_steps(folder), Cluster((2,), 2, 1e9, 0.0))
+    assert costs.work("fp16", 2)
+    assert not any(vars(share).keys() & {"gradients", "parameters"} for share in costs._shares)
 
 
 def test_the_terminal_shows_a_table_and_the_hook_to_take(folder: Path) -> None:

@@ -17,7 +17,7 @@ def recorded(steps: list[list[float]]) -> RecordedSteps:
 
 
 @dataclass(frozen=True)
-class Outer:
+class Cost:
     seconds: float
     nbytes: int
 
@@ -27,6 +27,7 @@ class MadeUpCosts:
     """A hook sends a quarter of the bytes, and works a tenth of a second for it."""
 
     outer_seconds: float = 0.64
+    report_cost: Cost = Cost(0.0, 0)
 
     def work(self, hook: str, hosts: int) -> list[BucketWork]:
         if hosts == 1:
@@ -38,8 +39,11 @@ class MadeUpCosts:
         )
         return [BucketWork(0.0, [stage], 0.0, 0.0)]
 
-    def outer(self, hosts: int) -> Outer:  # noqa: ARG002  # as it is with two
-        return Outer(self.outer_seconds, 515_600)
+    def report(self, hosts: int) -> Cost:  # noqa: ARG002  # as it is with two
+        return self.report_cost
+
+    def outer(self, hosts: int) -> Cost:  # noqa: ARG002  # as it is with two
+        return Cost(self.outer_seconds, 515_600)
 
 
 def cluster(*hosts: int, link: float = 8e9, cores: int | None = None) -> Cluster:
@@ -84,9 +88,26 @@ def test_a_slower_link_exposes_what_it_has_to_carry() -> None:
 
 def test_an_outer_exchange_that_fits_costs_its_work_where_no_core_is_free() -> None:
     times = recorded([[1.0, 1.0]] * 8)
+    # Of a core that two ranks share, the thread's 0.64 s take 0.32 s.
     [each] = predict(times, cluster(2, cores=1), ["outer"], MadeUpCosts())
-    assert each.step_ms == pytest.approx(1_010)
+    assert each.step_ms == pytest.approx(1_005)
     assert each.sent_bytes == pytest.approx(515_600 / 64)
+    assert each.hook_ms == pytest.approx(10)
+
+
+def test_one_host_has_no_outer_exchange() -> None:
+    [each] = predict(recorded([[1.0, 1.0]] * 8), cluster(1, cores=1), ["outer"], MadeUpCosts())
+    assert (each.step_ms, each.sent_bytes, each.hook_ms) == (pytest.approx(1_000), 0, 0)
+
+
+def test_a_report_is_sent_after_the_hook_and_read_by_every_rank() -> None:
+    times, costs = recorded([[1.0, 1.0]] * 8), MadeUpCosts(report_cost=Cost(0.25, 8_000_000))
+    [before] = predict(times, cluster(2, link=8e8), ["int8"], MadeUpCosts())
+    [each] = predict(times, cluster(2, link=8e8), ["int8"], costs)
+    on_the_link = 8_000_000 / (1e8 * 1448 / 1514)
+    assert each.step_ms - before.step_ms == pytest.approx(250 + 1e3 * on_the_link)
+    assert each.sent_bytes - before.sent_bytes == pytest.approx(8_000_000)
+    assert each.hook_ms - before.hook_ms == pytest.approx(250)
 
 
 def test_an_outer_exchange_that_finds_a_free_core_costs_nothing() -> None:

@@ -23,6 +23,7 @@ from paceline.comm.group import MESSAGE_CHUNK_BYTES, Group
 from paceline.comm.shm.segment import CHUNK_BYTES
 from paceline.ddp.buckets.plan import Slot
 from paceline.ddp.exchange.between_hosts import SlotLeaders
+from paceline.ddp.reducer.step_report import RankReport, ReportLayout
 from paceline.errors import RecordingError
 from paceline.hooks.compressors import Integers
 from paceline.hooks.grad_bucket import GradBucket
@@ -40,8 +41,11 @@ _MAKE_HOOK: dict[str, Callable[[], hooks.Hook]] = {
 _REPEATS = 3
 # Gradients repeat what is drawn: to draw all of them takes longer than most hooks.
 _DRAWN = 1 << 16
-# An outer exchange of more elements takes longer in proportion, and would not fit into every memory.
+# More elements take longer in proportion, and would not fit into every memory. In a host, those of all ranks.
 _MOST_OUTER = 1 << 24
+_MOST_IN_HOST = 1 << 26
+# The same with reports of more ranks.
+_MOST_REPORTED = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ class OuterCost:
     Attributes:
         seconds: to encode the difference of the parameters, and to decode those of all other hosts.
         nbytes: what the host sends to one other host.
+    """
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ReportCost:
+    """What the step report costs; see ``step_report.py``.
+
+    Attributes:
+        seconds: how much longer a rank writes and reads it than when it recorded.
+        nbytes: its size, with elements of float32.
     """
 
     seconds: float
@@ -139,6 +156,7 @@ class Calibration:
     def __init__(self, recorded: RecordedSteps, cluster: Cluster) -> None:
         self._buckets = recorded.buckets
         self._ranks = cluster.ranks_per_host
+        self._recorded_ranks = recorded.ranks
         self._share_of_core = 1 / cluster.ranks_per_core
         self._shares = _largest_shares(recorded.buckets, cluster.ranks_per_host)
         self._known: dict[tuple[object, ...], Any] = {}
@@ -148,9 +166,18 @@ class Calibration:
         """What each bucket takes with a hook; with the hook "none", the plain average."""
         with _one_thread():
             if hook == "none" or hosts == 1:
-                return [self._plain(bucket, hosts) for bucket in self._buckets]
+                # The report travels behind the last bucket.
+                tails = [0] * (len(self._buckets) - 1) + [self.report(hosts).nbytes]
+                return [self._plain(*each, hosts) for each in zip(self._buckets, tails, strict=True)]
             pairs = zip(self._buckets, self._shares, strict=True)
             return [self._with_hook(hook, bucket, share, hosts) for bucket, share in pairs]
+
+    def report(self, hosts: int) -> ReportCost:
+        """What the reports of all ranks cost."""
+        ranks = hosts * self._ranks
+        with _one_thread():
+            seconds = self._report_seconds(ranks) - self._report_seconds(self._recorded_ranks)
+        return ReportCost(max(0.0, seconds) / self._share_of_core, 4 * self._layout(ranks).numel)
 
     def outer(self, hosts: int) -> OuterCost:
         """What an outer exchange costs."""
@@ -166,16 +193,16 @@ class Calibration:
         """What was measured here, in milliseconds of the CPU of one thread that has a core for itself."""
         return list(self._measured)
 
-    def _plain(self, bucket: BucketSizes, hosts: int) -> BucketWork:
+    def _plain(self, bucket: BucketSizes, tail: int, hosts: int) -> BucketWork:
         numel = -(-bucket.nbytes // 4 // self._ranks)
         sum_seconds, spread_seconds = self._in_host(numel)
-        chunks = _cut(bucket.nbytes, CHUNK_BYTES)
+        chunks = _cut(bucket.nbytes + tail, CHUNK_BYTES)
         stages = [HookStage(0.0, [ring(each, hosts) for each in chunks])] if hosts > 1 else []
         return BucketWork(sum_seconds, stages, 0.0, spread_seconds)
 
     def _with_hook(self, hook: str, bucket: BucketSizes, share: _Share, hosts: int) -> BucketWork:
         if not bucket.nbytes:  # empty parameters
-            return self._plain(bucket, hosts)
+            return self._plain(bucket, 0, hosts)
         sum_seconds, spread_seconds = self._in_host(sum(share.numels))
         leaders = bucket.nbytes / 4 / sum(share.numels)
         key = hook, hosts, share.numels
@@ -203,7 +230,9 @@ class Calibration:
         return stages, last
 
     def _measure_in_host(self, numel: int) -> tuple[float, float]:
-        sums, spreads = _in_host_seconds(numel, self._ranks)
+        sample = min(numel, max(1, _MOST_IN_HOST // self._ranks))
+        factor = numel / max(1, sample)
+        sums, spreads = (factor * each for each in _in_host_seconds(sample, self._ranks))
         self._note("in host", numel, ranks=self._ranks, sum=1e3 * sums, spread=1e3 * spreads)
         return sums, spreads
 
@@ -211,6 +240,24 @@ class Calibration:
         encode, decode, nbytes = _outer_seconds(numel)
         self._note("outer", numel, encode=1e3 * encode, decode=1e3 * decode)
         return encode, decode, nbytes
+
+    def _layout(self, ranks: int) -> ReportLayout:
+        slots = sum(len(bucket.slots) for bucket in self._buckets)
+        return ReportLayout(
+            slots=slots, buckets=len(self._buckets), world=ranks, with_order=False, with_digests=True
+        )
+
+    def _report_seconds(self, ranks: int) -> float:
+        """Seconds to write and read the reports of so many ranks."""
+        sample = min(ranks, _MOST_REPORTED)
+        seconds: float = self._once(("report", sample), lambda: self._measure_report(sample))
+        return seconds * self._layout(ranks).numel / self._layout(sample).numel
+
+    def _measure_report(self, ranks: int) -> float:
+        layout = self._layout(ranks)
+        seconds = _report_seconds(layout, ranks)
+        self._note("report", layout.numel, ranks=ranks, write_and_read=1e3 * seconds)
+        return seconds
 
     def _note(self, what: str, elements: int, **values: object) -> None:
         self._measured.append({"what": what, "elements": elements, **values})
@@ -297,6 +344,22 @@ def _in_host_seconds(numel: int, ranks: int) -> tuple[float, float]:
             tensor.copy_(part)
 
     return _seconds(add_up), _seconds(spread)
+
+
+def _report_seconds(layout: ReportLayout, ranks: int) -> float:
+    """Seconds to write one rank's report, and to read those of all, which say the usual things."""
+    own, reports = torch.empty(layout.numel), torch.zeros(layout.numel)
+    for rank in range(ranks):
+        layout.write(own, rank, RankReport())
+        reports += own
+
+    def write_and_read() -> None:
+        layout.write(own, 0, RankReport())
+        layout.read(reports)
+        layout.read_counts(reports)
+        layout.read_digests(reports)
+
+    return _seconds(write_and_read)
 
 
 def _outer_seconds(numel: int) -> tuple[float, float, int]:

@@ -24,8 +24,8 @@ _DRAWS_OF_ALL = 30
 OUTER_PERIOD = 64
 
 
-class OuterExchange(Protocol):
-    """What an outer exchange costs."""
+class ExchangeCost(Protocol):
+    """What an exchange costs."""
 
     @property
     def seconds(self) -> float:
@@ -33,7 +33,7 @@ class OuterExchange(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Sent to each other host."""
+        """What is exchanged."""
 
 
 class Costs(Protocol):
@@ -42,8 +42,14 @@ class Costs(Protocol):
     def work(self, hook: str, hosts: int) -> list[BucketWork]:
         """What each bucket takes."""
 
-    def outer(self, hosts: int) -> OuterExchange:
-        """What an outer exchange takes."""
+    def report(self, hosts: int) -> ExchangeCost:
+        """What the step report takes more than when it was recorded; its bytes.
+
+        With the hook "none" they are in the last bucket's work.
+        """
+
+    def outer(self, hosts: int) -> ExchangeCost:
+        """What an outer exchange takes; the bytes for each other host."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Prediction:
         straggler_ms: how much later than that the slowest rank ends its backward.
         exposed_ms: communication, and work for it, after the slowest rank's backward or in its way.
         sent_bytes: what each host sends per step.
-        hook_ms: how long a rank's thread works on summing, compressing and spreading, per step.
+        hook_ms: how long a rank's thread works on summing, compressing, spreading and the report, per step.
         efficiency: the share of a step that is a rank's own work.
     """
 
@@ -125,24 +131,14 @@ def _choose(own: Sequence[Prediction]) -> HookToTake:
 def _predict(recorded: RecordedSteps, cluster: Cluster, hosts: int, hook: str, costs: Costs) -> Prediction:
     work = costs.work(hook, hosts)
     has_hook = hook != "none" and hosts > 1
-    # The plain average carries the ranks' reports behind its last bucket.
-    report = MessageRounds(2 * (hosts - 1), 0.0) if has_hook else None
+    cost = costs.report(hosts)
+    report = MessageRounds(2 * (hosts - 1), cost.nbytes / hosts) if has_hook else None
     steps, delays = [], []
     for times in draw_steps(recorded, ranks=hosts * cluster.ranks_per_host):
         link = HostLink(cluster.bytes_per_second, cluster.latency)
-        steps.append(simulate_step(times, work, link, has_hook=has_hook, report=report))
+        steps.append(simulate_step(times, work, link, has_hook=has_hook, report=report) + cost.seconds)
         delays.append(times.backward_end)
-    return _prediction(recorded, hosts, hook, steps, statistics.median(delays), work)
-
-
-def _prediction(
-    recorded: RecordedSteps,
-    hosts: int,
-    hook: str,
-    steps: Sequence[float],
-    slowest: float,
-    work: Sequence[BucketWork],
-) -> Prediction:
+    slowest = statistics.median(delays)
     low, middle, high = (each * 1e3 for each in statistics.quantiles(steps, n=4))
     own = recorded.own_seconds * 1e3
     return Prediction(
@@ -154,8 +150,8 @@ def _prediction(
         own_ms=own,
         straggler_ms=max(0.0, slowest * 1e3 - own),
         exposed_ms=max(0.0, middle - slowest * 1e3),
-        sent_bytes=sum(bucket.sent for bucket in work),
-        hook_ms=1e3 * sum(map(_thread_seconds, work)),
+        sent_bytes=sum(bucket.sent for bucket in work) + (0.0 if report is None else report.sent),
+        hook_ms=1e3 * (sum(map(_thread_seconds, work)) + cost.seconds),
         efficiency=min(1.0, own / middle),
     )
 
@@ -170,7 +166,9 @@ def _predict_outer(recorded: RecordedSteps, cluster: Cluster, hosts: int, costs:
     cost = costs.outer(hosts)
     sent = cost.nbytes * (hosts - 1)
     cores = cluster.cores_per_host or cluster.ranks_per_host
-    busy = cost.seconds / OUTER_PERIOD / cores if cluster.ranks_per_host >= cores else 0.0
+    # The thread's seconds are already longer where ranks share cores.
+    work = cost.seconds / OUTER_PERIOD / cluster.ranks_per_core
+    busy = work / cores if cluster.ranks_per_host >= cores else 0.0
     network = sent / cluster.bytes_per_second + cluster.latency * (hosts > 1)
     least = max(network, cost.seconds) / OUTER_PERIOD
     added = max(busy * 1e3, least * 1e3 - alone.step_ms) if hosts > 1 else 0.0
@@ -185,7 +183,7 @@ def _predict_outer(recorded: RecordedSteps, cluster: Cluster, hosts: int, costs:
         straggler_ms=alone.straggler_ms,
         exposed_ms=alone.exposed_ms + added,
         sent_bytes=sent / OUTER_PERIOD,
-        hook_ms=alone.hook_ms + cost.seconds / OUTER_PERIOD * 1e3,
+        hook_ms=alone.hook_ms + (cost.seconds / OUTER_PERIOD * 1e3 if hosts > 1 else 0.0),
         efficiency=min(1.0, alone.own_ms / step),
     )
 

@@ -35,6 +35,11 @@ class MessageRounds:
     count: int
     nbytes: float
 
+    @property
+    def sent(self) -> float:
+        """The bytes that each host sends."""
+        return self.count * self.nbytes
+
 
 @dataclass(frozen=True)
 class HookStage:
@@ -69,7 +74,7 @@ class BucketWork:
     @property
     def sent(self) -> float:
         """The bytes that each host sends."""
-        return sum(each.count * each.nbytes for stage in self.stages for each in stage.exchanges)
+        return sum(each.sent for stage in self.stages for each in stage.exchanges)
 
 
 @dataclass(frozen=True)
