@@ -109,6 +109,12 @@ class Auto(Hook):
         return f"auto: {', '.join(self._allowed)}"
 
     @property
+    def averages_plainly(self) -> bool:
+        """Whether the next step is a plain average: that was chosen, and nothing left out is to be sent."""
+        is_chosen = self.choice is not None and self.choice.name == "average"
+        return is_chosen and self._hook_name == "average" and self._leaving is None
+
+    @property
     def allowed(self) -> list[str]:
         """The hooks whose error is small enough, the most precise first."""
         return [*self._allowed]

@@ -179,8 +179,8 @@ class StartedRanks:
     def _dump_stacks(self) -> dict[int, str]:
         """End the ranks; returns the stacks of each."""
         running = [rank for rank in self._ranks if rank.is_running]
-        # Stopped until all have the signal: otherwise a rank sees that another one is gone, and leaves the line
-        # that it waited in before it writes its stacks.
+        # Stopped until all have the signal: otherwise a rank sees that another one is gone, and leaves the
+        # line that it waited in before it writes its stacks.
         for number in (signal.SIGSTOP, END_SIGNAL, signal.SIGCONT):
             for rank in running:
                 rank.send(number)

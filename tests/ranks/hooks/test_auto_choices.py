@@ -334,6 +334,31 @@ def test_ranks_that_decided_differently_average_and_decide_together_once_they_ar
             assert all(map(torch.equal, ours, other))
 
 
+def there_and_back(rank: int) -> list[tuple[bool, bool]]:
+    """For each step, whether the report travels in a bucket, and whether gradients are plain averages.
+
+    The hook changes to int8 after the second step, and back after the fourth.
+    """
+    hook = hooks.auto(max_error=0.01)
+    ddp = DistributedDataParallel(net(), hook=hook, transport="c10d", audit="off")
+    plain = DistributedDataParallel(net(), transport="c10d", audit="off")
+    ddp._reducer._tuner._stage = Stage.IDLE
+    decided = hook.choice
+    found = []
+    for number in range(8):
+        hook.take(replace(decided, name="int8" if 2 <= number < 4 else "average"))
+        ours, theirs = step(ddp, rank, number), step(plain, rank, number)
+        found.append((ddp._reducer.context.bucket_set.report_in_bucket, all(map(torch.equal, ours, theirs))))
+    return found
+
+
+def test_while_auto_takes_averages_a_step_has_the_collectives_of_one_without_a_hook(pair: RankPool) -> None:
+    first, second = pair.run(there_and_back)
+    assert first == second
+    by_hook = [(False, False)] * 3  # int8 twice, then the average with what it has left out
+    assert first == [(True, True)] * 2 + by_hook + [(True, True)] * 3
+
+
 def recorded(rank: int, folder: Path) -> str:
     ddp = DistributedDataParallel(net(), hook="auto", transport="c10d")
     for number in range(3):

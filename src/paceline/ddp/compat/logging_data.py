@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.ddp.exchange.chosen import ChosenExchange
 from paceline.ddp.exchange.comm_hook import FutureHookExchange
 from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer.reducer import Reducer
@@ -126,7 +127,7 @@ class LoggingData:
         if group.backend == "gloo":
             data |= {key: os.environ.get(name, "N/A") for key, name in _GLOO_KEYS.items()}
             data["gloo_num_threads"] = group.gloo_threads
-        if isinstance(self._reducer.exchange, FutureHookExchange | GeneratorHookExchange):
+        if isinstance(self._reducer.exchange, ChosenExchange | FutureHookExchange | GeneratorHookExchange):
             data["comm_hook"] = self._reducer.exchange.name
         return data
 

@@ -51,6 +51,10 @@ class Exchange(ABC):
     def wait(self, bucket: Bucket, number: int, pending: Pending, on_slow: OnSlow) -> None:
         """Wait for a launched bucket; afterwards it holds the result."""
 
+    def settle(self) -> bool:
+        """Choose how the next steps average; whether buckets have to be laid out anew, on all ranks."""
+        return False
+
     def factor(self, ranks: int) -> float:  # noqa: ARG002
         """What gradients are multiplied by before the reduction, if that many ranks count the same."""
         return 1.0

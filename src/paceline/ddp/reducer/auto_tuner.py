@@ -23,8 +23,8 @@ from paceline.comm.group import Group
 from paceline.comm.link_speed import DEADLINE, measure_links, open_wires
 from paceline.ddp.buckets.cap_choice import ReadyTimes, choose_caps
 from paceline.ddp.buckets.plan import BucketCaps, BucketPlan
+from paceline.ddp.exchange.chosen import ChosenExchange
 from paceline.ddp.exchange.exchange import Exchange
-from paceline.ddp.exchange.generator_hook import GeneratorHookExchange
 from paceline.ddp.reducer.planner import Planner, PlanStage
 from paceline.ddp.reducer.step_context import StepContext
 from paceline.errors import MismatchError, PeerError, UnmeasuredError
@@ -174,7 +174,7 @@ class AutoTuner:
         """The exchange among some ranks: the hook's, if it has something to choose from."""
         self._hook.release()
         if why_idle(group, self._device) is None:
-            return GeneratorHookExchange(group, self._hook)
+            return ChosenExchange(group, self._plain, self._hook)
         self._hook.claim(self)
         return self._plain.for_group(group)
 

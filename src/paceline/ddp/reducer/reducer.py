@@ -631,7 +631,7 @@ class Reducer:
             self.strict.begin()
         if not self.ended_well:
             self.after_step.find_optimizers()
-        if not self._plan.is_latest:
+        if self.exchange.settle() or not self._plan.is_latest:
             self._plan.adopt(self.group, self.exchange)
         self.grad_hooks.attach()
         self.context.parameters.keep_hooks()
