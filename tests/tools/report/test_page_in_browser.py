@@ -307,6 +307,17 @@ def test_pauses_have_a_tile_a_place_in_the_timeline_and_a_cause(paused: WebDrive
     assert complaints(paused) == []
 
 
+def test_steps_that_a_straggler_makes_longer_are_not_drawn_as_pauses(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    late = Slow(1, 200, 140, part="data")
+    made = write(Run(ranks=2, steps=200, slow=[late]), tmp_path) / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)))
+    show(browser, made)
+    assert not browser.find_element(By.CSS_SELECTOR, "[data-act=pause]").is_displayed()
+    assert "pauses\n0%" in browser.find_element(By.ID, "figures").text
+
+
 def test_what_is_drawn_adds_up_to_the_wall_time(paused: WebDriver) -> None:
     script = """
         return timeline.run.ranks.map((rank) => {

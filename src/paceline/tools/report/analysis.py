@@ -9,6 +9,7 @@ from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn, StepKind, SumColumn
 from paceline.tools.formatting import milliseconds, percent, rank_list
 from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
+from paceline.tools.report.figure_steps import detailed_steps, figure_steps, first_step
 from paceline.tools.report.generations import PlanSummary
 from paceline.tools.report.run_history import RunHistory, read_history
 from paceline.tools.report.step_parts import (
@@ -17,19 +18,16 @@ from paceline.tools.report.step_parts import (
     communication,
     median,
     quartiles,
-    rank_part_times,
 )
-from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
+from paceline.tools.report.stragglers import RankDelay, Straggler, rank_delays
 from paceline.tools.report.suggestions import LARGE_PAUSES, RunFacts, Suggestion, suggestions
 from paceline.tools.report.wall_time import (
     PauseSummary,
     RankWallTime,
     pause_summaries,
-    rank_wall_times,
 )
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
-_FEWEST_STEPS = 8
 _NO_HISTORY = RunHistory()
 
 
@@ -172,15 +170,13 @@ def analyse(
         history: what happened to its ranks.
         other_modules: the modules of other wrappers on the same ranks.
     """
-    stragglers = find_stragglers(whole, rank_part_times(whole), quartiles(_step_times(whole))[1])
-    run = _since_last_straggler(whole, stragglers)
-    walls = rank_wall_times(run)
+    chosen = figure_steps(whole)
+    run, walls, stragglers = chosen.run, chosen.walls, chosen.stragglers
     figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, walls, strict=True)]
     step_ns = quartiles([step for wall in walls for step in wall.usual_steps()])
     buckets = bucket_waits(run)
     pauses = pause_summaries(run, walls)
     facts = _facts(whole, run, figures, buckets, stragglers, pauses)
-    wall_ms = statistics.fmean(each.wall_ms for each in figures)
     overlap_ms = statistics.fmean(each.overlap_ms for each in figures)
     overlap = overlap_ms / facts.in_flight if facts.in_flight else None
     why_no_overlap = _why_no_overlap(facts, overlap)
@@ -196,24 +192,24 @@ def analyse(
         group=run.group,
         missing_ranks=run.missing,
         steps=sum(plan.steps for plan in run.plans),
-        detailed_steps=_detailed_steps(whole),
-        first_detailed_step=_first_step(whole),
-        figures_from_step=_first_step(run),
+        detailed_steps=detailed_steps(whole),
+        first_detailed_step=first_step(whole),
+        figures_from_step=first_step(run),
         figures_to_step=max(timeline[StepColumn.STEP][-1] for timeline in run.timelines),
-        figures_steps=_detailed_steps(run),
+        figures_steps=chosen.steps,
         lost_steps=whole.steps_of_kind(StepKind.LOST),
         steps_done_again=len(whole.done_again),
         steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
         step_ms=_spread(step_ns, facts.step),
         mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
-        wall_ms=wall_ms,
-        steps_per_second=_detailed_steps(run) / wall_ms * 1e3 if wall_ms else 0.0,
+        wall_ms=chosen.wall_ms,
+        steps_per_second=chosen.steps_per_second,
         parts={str(part): spent for part, spent in parts_of_step.items()},
         pauses=pauses,
         communication_ms=facts.in_flight,
         overlap=overlap,
         why_no_overlap=why_no_overlap,
-        units_per_second=_units_per_second(run, wall_ms),
+        units_per_second=chosen.units_per_second,
         unit=str(run.description["unit"]),
         ranks=figures,
         delays=rank_delays(run, step_ns[1], stragglers),
@@ -255,8 +251,8 @@ def _facts(
         device=str(run.description["device"]),
         exchange=str(run.description["exchange"]),
         stragglers=stragglers,
-        lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / _detailed_steps(whole),
-        without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / _detailed_steps(whole),
+        lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / detailed_steps(whole),
+        without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / detailed_steps(whole),
         without_optimizer=_without_optimizer(run),
     )
 
@@ -273,29 +269,6 @@ def _without_optimizer(run: WrapperRun) -> float:
 
 def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
     return {part: statistics.fmean(each.parts[part] for each in figures) for part in StepPart}
-
-
-def _detailed_steps(run: WrapperRun) -> int:
-    return max(map(len, run.timelines))
-
-
-def _step_times(run: WrapperRun) -> list[int]:
-    """Of all steps on all ranks; without each rank's last step, whose time is not complete."""
-    return [time for timeline in run.timelines for time in timeline.step_times[: max(1, len(timeline) - 1)]]
-
-
-def _first_step(run: WrapperRun) -> int:
-    return min(timeline[StepColumn.STEP][0] for timeline in run.timelines)
-
-
-def _since_last_straggler(run: WrapperRun, stragglers: Sequence[Straggler]) -> WrapperRun:
-    """The steps since the last straggler became one, if there are enough of them."""
-    since = max(
-        (each.first_step for each in stragglers if each.last_step is None and not each.first_step_error),
-        default=0,
-    )
-    recent = run.from_step(since)
-    return recent if min(map(len, recent.timelines)) >= _FEWEST_STEPS else run
 
 
 def _figures(run: WrapperRun, timeline: RankTimeline, wall: RankWallTime) -> RankFigures:
@@ -330,12 +303,6 @@ def _hosts(run: WrapperRun) -> int:
     """How many machines: by their boots, or as the ranks have found, whichever is more."""
     boots = {each["boot"] for timeline in run.timelines for each in timeline.descriptions}
     return max(1, int(run.description["hosts"]), len(boots))
-
-
-def _units_per_second(run: WrapperRun, wall_ms: float) -> float | None:
-    """Of all ranks together, in the same wall time as the steps per second."""
-    counted = sum(sum(timeline[StepColumn.COUNT]) for timeline in run.timelines)
-    return counted / (wall_ms / 1e3) if counted and wall_ms else None
 
 
 def _run_facts(run: WrapperRun) -> dict[str, str | int]:
