@@ -17,10 +17,11 @@ from paceline.tools.report.step_parts import (
     StepPart,
     communication,
     median,
+    place,
     quartiles,
 )
 from paceline.tools.report.stragglers import RankDelay, Straggler, rank_delays
-from paceline.tools.report.suggestions import LARGE_PAUSES, RunFacts, Suggestion, suggestions
+from paceline.tools.report.suggestions import RunFacts, Suggestion, suggestions
 from paceline.tools.report.wall_time import (
     PauseSummary,
     RankWallTime,
@@ -29,6 +30,14 @@ from paceline.tools.report.wall_time import (
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
 _NO_HISTORY = RunHistory()
+# In these parts ranks also wait for a straggler, or a straggler is slow; it has its own suggestion. What the
+# parts cost by themselves is what they cost the rank that spends least in them.
+_LEAST_OF_RANKS = (
+    StepPart.JOIN, StepPart.BUFFERS, StepPart.LOSS, StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER,
+    StepPart.LOADER, StepPart.DATA,
+)  # fmt: skip
+# Pauses of less than this share of the wall time do not change the rates.
+_PAUSES_MATTER = 0.005
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,7 @@ def analyse(
             facts,
             overlap,
             why_no_overlap,
-            _largest_part(parts_of_step, other_modules, sees_optimizer=facts.sees_optimizer),
+            _largest_part(parts_of_step, other_modules, facts),
         ),
         group=run.group,
         missing_ranks=run.missing,
@@ -233,10 +242,7 @@ def _facts(
 ) -> RunFacts:
     """What suggestions are made from."""
     parts = _average_parts(figures)
-    # In these parts ranks also wait for a straggler, which has its own suggestion. What the parts cost by
-    # themselves is what they cost the rank that spends least in them.
-    alone = (StepPart.JOIN, StepPart.BUFFERS, StepPart.LOADER, StepPart.DATA)
-    least = {part: min(each.parts[part] for each in figures) for part in alone}
+    least = {part: min(each.parts[part] for each in figures) for part in _LEAST_OF_RANKS}
     return RunFacts(
         step=sum(parts.values()) - parts[StepPart.PAUSE],
         pauses=pauses,
@@ -320,19 +326,14 @@ def _run_facts(run: WrapperRun) -> dict[str, str | int]:
 def _summary(facts: RunFacts, overlap: float | None, why_no_overlap: str, largest_part: str) -> str:
     why = f", because {why_no_overlap}" if why_no_overlap else ""
     step = _step_summary(facts, overlap, why, largest_part)
-    paused = facts.paused_share
-    return f"{_pause_summary(facts, paused)} {step}" if paused >= LARGE_PAUSES else step
-
-
-def _pause_summary(facts: RunFacts, paused: float) -> str:
-    first, *others = facts.pauses
-    causes = ", ".join(map(str, [first, *(each for each in others if each.share >= LARGE_PAUSES / 2)]))
-    return f"Pauses take {percent(paused)} of the wall time ({causes})."
+    causes = ", ".join(map(str, facts.large_pauses))
+    return (
+        f"Pauses take {percent(facts.paused_share)} of the wall time ({causes}). {step}" if causes else step
+    )
 
 
 def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part: str) -> str:
-    without = " without them" if facts.paused_share >= LARGE_PAUSES else ""
-    step = f"A step takes {milliseconds(facts.step)}{without}"
+    step = f"A step takes {milliseconds(facts.step)}{_without_pauses(facts)}"
     if facts.stragglers and facts.stragglers[0].last_step is None:
         return _straggler_summary(step, [each for each in facts.stragglers if each.last_step is None])
     joining = facts.parts[StepPart.JOIN]
@@ -352,17 +353,23 @@ def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part
     return f"{where}; {overlaps}. No rank is a straggler."
 
 
-def _largest_part(
-    parts: Mapping[StepPart, float], other_modules: Sequence[str], *, sees_optimizer: bool
-) -> str:
+def _without_pauses(facts: RunFacts) -> str:
+    """Why a step is shorter than the rates say; empty if it is not."""
+    if facts.large_pauses:  # they have been told
+        return " without them"
+    return " without pauses" if facts.paused_share > _PAUSES_MATTER else ""
+
+
+def _largest_part(parts: Mapping[StepPart, float], other_modules: Sequence[str], facts: RunFacts) -> str:
     """Where most of a step goes, or the largest part of it."""
     usual = {part: spent for part, spent in parts.items() if part is not StepPart.PAUSE}
     part = max(usual, key=lambda each: usual[each])
     share = usual[part] / (sum(usual.values()) or 1.0)
-    before = "the optimizer" if sees_optimizer else "backward"
-    where = f"between {before} and the next forward" if part is StepPart.DATA else f"in {part}"
+    before = "the optimizer" if facts.sees_optimizer else "backward"
+    where = f"between {before} and the next forward" if part is StepPart.DATA else place(part)
+    of = " of the usual step" if facts.paused_share > _PAUSES_MATTER else ""
     named = f", {', '.join(other_modules)}" if part is StepPart.OTHER_WRAPPERS and other_modules else ""
-    return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{named})"
+    return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{of}{named})"
 
 
 def _why_no_overlap(facts: RunFacts, overlap: float | None) -> str:
@@ -379,7 +386,7 @@ def _why_no_overlap(facts: RunFacts, overlap: float | None) -> str:
 def _straggler_summary(step: str, stragglers: Sequence[Straggler]) -> str:
     worst, *others = stragglers
     before = "" if worst.other_step_ms is None else f" ({milliseconds(worst.other_step_ms)} before)"
-    where = f"; it is slow in {worst.slow_part}" if worst.slow_part else ""
+    where = f"; it is slow {place(worst.slow_part)}" if worst.slow_part else ""
     also = f" Other stragglers: {rank_list(each.rank for each in others)}." if others else ""
     return (
         f"{step}{before}. Rank {worst.rank} has been a straggler since step {worst.first_step:,}: "

@@ -12,7 +12,14 @@ from paceline.recording.rows import StepColumn, StepKind
 from paceline.tools.formatting import milliseconds, percent, plain_number, printable
 from paceline.tools.report.delays import last_share, slow_part, sync_delays
 from paceline.tools.report.figure_steps import detailed_steps, figure_steps, first_step
-from paceline.tools.report.step_parts import NEXT_TO_NOTHING, StepPart, communication, median, rank_part_times
+from paceline.tools.report.step_parts import (
+    NEXT_TO_NOTHING,
+    StepPart,
+    communication,
+    median,
+    place,
+    rank_part_times,
+)
 from paceline.tools.report.wall_time import RankWallTime, rank_wall_times
 from paceline.tools.report.wrapper_runs import WrapperRun, wrapper_runs
 
@@ -48,7 +55,7 @@ class SlowestRank:
     part: str | None
 
     def __str__(self) -> str:
-        where = f", in {self.part}" if self.part else ""
+        where = f", {place(self.part)}" if self.part else ""
         return f"rank {self.rank} slowest by {milliseconds(self.delay * 1e3)}{where}"
 
 
