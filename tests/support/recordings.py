@@ -57,8 +57,12 @@ class Run:
     loss: float = 0.5
     buffers: float = 0.0
     backward: float = 20.0
+    clipping: float = 0.1
     optimizer: float = 3.0
     optimizer_every: int = 1  # steps
+    # With a ``DataLoader``: what comes before it, and itself.
+    logging: float = 0.0
+    loader: float = 0.0
     data: float = 2.0
     transfer: float = 2.0
     jitter: float = 0.0
@@ -203,9 +207,13 @@ class _Simulation:
             row[StepColumn.END] = row[StepColumn.ALL_REDUCED] + MS // 5
             end = row[StepColumn.END]
             if step % self._run.optimizer_every == 0:
-                row[StepColumn.OPTIMIZER_START] = end + MS // 10
+                row[StepColumn.OPTIMIZER_START] = start = end + int(self._run.clipping * MS)
                 row[StepColumn.OPTIMIZER] = self._time("optimizer", step, place)
-                row[StepColumn.OPTIMIZER_END] = end = end + MS // 10 + row[StepColumn.OPTIMIZER]
+                row[StepColumn.OPTIMIZER_END] = end = start + row[StepColumn.OPTIMIZER]
+            if self._run.loader:
+                row[StepColumn.LOADER_START] = end = end + self._time("logging", step, place)
+                row[StepColumn.LOADER] = self._time("loader", step, place)
+                end += row[StepColumn.LOADER]
             self._now[place] = end + self._time("data", step, place)
             if row[StepColumn.KIND] & StepKind.NO_INPUTS:
                 row[StepColumn.WITHOUT_INPUTS] = self._now[place] - end

@@ -5,6 +5,7 @@ sent (it compresses, while backward stands still), the link sends one bucket aft
 backward has ended the rank works on what has arrived. Time in hooks delays every gradient that comes later.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -124,9 +125,16 @@ def has_changed(before: float, now: float) -> bool:
 
 def format_time(seconds: float) -> str:
     """Seconds, or milliseconds if it is less than one."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{_number(seconds)} s" if seconds >= 1 else f"{_number(1000 * seconds)} ms"
 
 
 def _rate(bandwidth: float) -> str:
     mbit = 8e-6 * bandwidth
-    return f"{mbit:.3g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:.3g} Gbit/s"
+    return f"{_number(mbit)} Mbit/s" if mbit < 1000 else f"{_number(mbit / 1000)} Gbit/s"
+
+
+def _number(value: float) -> str:
+    """A number with three digits or more, never as a power of ten."""
+    if not value or value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(value))}f}".rstrip("0").rstrip(".")

@@ -101,6 +101,35 @@ def test_the_largest_part_of_a_step_may_be_less_than_half(analysed: Analyse) -> 
 
 
 @pytest.mark.parametrize(
+    ("long", "where", "kind"),
+    [
+        (Run(logging=80.0, loader=2.0), "after the optimizer", "between steps"),
+        (Run(clipping=80.0), "before the optimizer", "before optimizer"),
+        (Run(loss=80.0), "in the loss", "loss"),
+        (Run(loader=80.0), "in the DataLoader", "data"),
+        (Run(data=80.0), "between the optimizer and the next forward", "between steps"),
+    ],
+    ids=["logging", "clipping", "loss", "loader", "data"],
+)
+def test_what_takes_most_of_a_step_outside_of_the_module_has_advice(
+    analysed: Analyse, long: Run, where: str, kind: str
+) -> None:
+    found = analysed(replace(long, ranks=2))
+    assert re.search(rf", most of it {where} \(\d\d%\); ", found.summary)
+    assert [each.kind for each in found.suggestions] == [kind]
+
+
+def test_of_a_straggler_that_is_slow_before_the_optimizer_there_is_one_suggestion(
+    analysed: Analyse,
+) -> None:
+    found = analysed(Run(ranks=2, steps=60, slow=[Slow(1, 60, part="loss")]))
+    assert found.summary.endswith("it is slow in the loss.")
+    [advice] = found.suggestions
+    assert advice.change == "Rank 1 is a straggler: see what its code does in the loss"
+    assert advice.evidence.endswith("60.0 ms more in the loss")
+
+
+@pytest.mark.parametrize(
     ("run", "why"),
     [
         (Run(ranks=2, buckets=1), "all gradients are in one bucket, which is full only when backward ends"),

@@ -307,6 +307,26 @@ def test_pauses_have_a_tile_a_place_in_the_timeline_and_a_cause(paused: WebDrive
     assert complaints(paused) == []
 
 
+def test_the_longest_pause_is_shown_whichever_rank_is_chosen(browser: WebDriver, tmp_path: Path) -> None:
+    pauses = [Slow(0, 300, 20, 21, "data"), Slow(1, 900, 40, 41, "loss")]
+    made = write(Run(ranks=2, steps=60, slow=pauses), tmp_path) / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)))
+    show(browser, made)
+    press(browser, "pause")
+    assert browser.find_element(By.ID, "reading").text.startswith("rank 1, step 40")
+
+
+def test_steps_that_a_straggler_makes_longer_are_not_drawn_as_pauses(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    late = Slow(1, 200, 140, part="data")
+    made = write(Run(ranks=2, steps=200, slow=[late]), tmp_path) / "report.html"
+    made.write_text(html_page(analyse_recording(tmp_path)))
+    show(browser, made)
+    assert not browser.find_element(By.CSS_SELECTOR, "[data-act=pause]").is_displayed()
+    assert "pauses\n0%" in browser.find_element(By.ID, "figures").text
+
+
 def test_what_is_drawn_adds_up_to_the_wall_time(paused: WebDriver) -> None:
     script = """
         return timeline.run.ranks.map((rank) => {

@@ -103,6 +103,24 @@ def test_if_nothing_stands_out_nothing_is_suggested() -> None:
             "See what your code does between steps: your optimizer",
             "between backward and the next forward; no optimizer of torch stepped the wrapper's parameters",
         ),
+        (
+            replace(FINE, parts=parts(after_optimizer=20.0, data=10.0, loader=1.0)),
+            "between steps",
+            "See what your code does between steps: loading data, logging",
+            "30% of a step) is spent between the optimizer and the next forward, besides the DataLoader",
+        ),
+        (
+            replace(FINE, parts=parts(before_optimizer=30.0)),
+            "before optimizer",
+            "clipping",
+            "30.0 ms of 100 ms (30% of a step) is spent between averaged gradients and the optimizer's step",
+        ),
+        (
+            replace(FINE, parts=parts(loss=30.0)),
+            "loss",
+            "between forward and backward",
+            "30.0 ms of 100 ms (30% of a step) is spent between the module's forward and the first gradient",
+        ),
         (replace(FINE, parts=parts(loader=30.0)), "data", "workers for the DataLoader", "30.0 ms of 100 ms"),
         (replace(FINE, parts=parts(join=9.0)), "join", "leave join out", "9.00 ms of 100 ms (9"),
         (
@@ -156,6 +174,7 @@ def test_a_suggestion_comes_with_its_evidence(facts: RunFacts, kind: str, change
         replace(FINE, first_ready=0.8),
         replace(FINE, parts=parts(buffers=5.0)),
         replace(FINE, parts=parts(data=20.0)),
+        replace(FINE, parts=parts(data=10.0, after_optimizer=10.0, before_optimizer=20.0, loss=20.0)),
         replace(FINE, pauses=[replace(PAUSES, share=0.05)]),
         replace(FINE, parts=parts(other_wrappers=60.0)),
         replace(FINE, step=0.0),
@@ -166,11 +185,19 @@ def test_a_suggestion_comes_with_its_evidence(facts: RunFacts, kind: str, change
         "good caps already", "small but overlapped", "small though they may be large",
         "large in spite of the cap", "hosts but overlapped", "compressed already",
         "first late but overlapped",
-        "cheap buffers", "quick data", "short pauses", "another wrapper", "no time at all",
+        "cheap buffers", "quick data", "nothing long", "short pauses", "another wrapper", "no time at all",
     ],
 )  # fmt: skip
 def test_without_support_nothing_is_suggested(facts: RunFacts) -> None:
     assert kinds(facts) == []
+
+
+def test_if_pauses_of_several_causes_are_large_together_each_of_the_larger_ones_has_advice() -> None:
+    causes = {"evaluation": 0.09, "checkpoint": 0.051, "data": 0.01}
+    small = [replace(PAUSES, cause=cause, share=share) for cause, share in causes.items()]
+    assert kinds(replace(FINE, pauses=small)) == ["pauses: evaluation", "pauses: checkpoint"]
+    smaller = [replace(each, share=0.04) for each in small]
+    assert kinds(replace(FINE, pauses=smaller)) == ["pauses: evaluation"]
 
 
 def test_what_can_save_most_comes_first() -> None:

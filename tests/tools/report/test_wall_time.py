@@ -373,6 +373,21 @@ def test_rates_and_shares_count_pauses_and_the_usual_step_does_not(tmp_path: Pat
     assert advice.evidence.endswith(", while other ranks wait: 56% of the wall time")
 
 
+def test_a_step_is_said_to_be_without_pauses_that_its_rate_has(tmp_path: Path) -> None:
+    seldom = Run(ranks=1, steps=201, pauses=[PauseEvery(0, 200, 100, StepColumn.EVALUATION)])
+    expected = "A step takes 35.8 ms without pauses, most of it in backward (56% of the usual step)"
+    assert analysed(seldom, tmp_path / "some").summary.startswith(expected)
+    without = analysed(replace(seldom, pauses=[]), tmp_path / "none").summary
+    assert without.startswith("A step takes 35.8 ms, most of it in backward (56%)")
+
+
+def test_pauses_of_two_causes_are_large_together(tmp_path: Path) -> None:
+    pauses = [PauseEvery(0, 150, 40, StepColumn.EVALUATION), PauseEvery(0, 140, 49, StepColumn.SAVING)]
+    found = analysed(Run(ranks=1, steps=201, pauses=pauses), tmp_path)
+    assert found.summary.startswith("Pauses take 15% of the wall time (evaluation, checkpoint). ")
+    assert {each.kind for each in found.suggestions} == {"pauses: evaluation", "pauses: checkpoint"}
+
+
 def test_headline_and_suggestions_have_one_share(tmp_path: Path) -> None:
     # The ranks pause in turn, and each waits for the other.
     slow = [Slow(step // 10 % 2, 300, step, step + 1, "data") for step in range(10, 100, 10)]
@@ -465,7 +480,7 @@ def test_another_wrapper_in_every_step_is_named_and_is_no_pause(tmp_path: Path) 
     write(Run(ranks=2, steps=60, module="Critic", wrapper=1), tmp_path)
     found = analyse_recording(tmp_path)[0][1]
     assert found.parts["other wrappers"] == pytest.approx(100 * 58 / 59, abs=0.1)
-    assert "most of it in other wrappers (73%, Critic)" in found.summary
+    assert "most of it in other wrappers (73% of the usual step, Critic)" in found.summary
     assert "data" not in [each.kind for each in found.suggestions]
     # The one that is there was for something else.
     assert [(each.cause, each.count) for each in found.pauses] == [("code outside of the wrapper", 1)]

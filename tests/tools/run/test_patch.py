@@ -1,6 +1,7 @@
 """torch's wrappers in a script that nobody edits become paceline's, and give the same bits."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_a_process_that_the_script_starts_is_patched(tmp_path: Path) -> None:
 def test_a_run_that_makes_no_wrapper_says_so(tmp_path: Path) -> None:
     ran = paceline("run", "--patch", "-n", "2", script(tmp_path, "pass"), folder=tmp_path)
     assert (ran.code, ran.stderr) == (0, f"paceline: {NOTHING_PATCHED}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "sends"),
+    [
+        ("raise ValueError('first')", []),
+        ("import time; print('up'); time.sleep(60)", [("[0] up", signal.SIGINT)]),
+    ],
+    ids=["failure", "signal"],
+)
+def test_of_a_run_that_did_not_end_by_itself_only_the_reason_is_told(
+    text: str, sends: list[tuple[str, signal.Signals]], tmp_path: Path
+) -> None:
+    options = ["--patch", "-n", "1"]
+    ran = paceline("run", *options, script(tmp_path, text), folder=tmp_path, sends=sends)
+    assert ran.code != 0
+    assert NOTHING_PATCHED not in ran.stderr
 
 
 @pytest.mark.parametrize(

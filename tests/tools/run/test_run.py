@@ -44,7 +44,7 @@ print("no end", end="")
     assert sorted(ran.lines) == sorted(lines)
     assert sorted(ran.stderr.splitlines()) == sorted(
         [
-            f"paceline: {world} ranks share {CORES} cores: each gets one thread",
+            f"paceline: {world} ranks share {CORES} cores: each gets 1 thread",
             *(f"[{rank}] to stderr" for rank in range(world)),
         ]
     )
@@ -52,6 +52,19 @@ print("no end", end="")
         assert (tmp_path / f"logs/rank-{rank}/stdout.log").read_text() == "\n".join(said)
         assert (tmp_path / f"logs/rank-{rank}/stderr.log").read_text() == "to stderr\n"
     assert ran.left == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "told"), [("4", "4 threads"), ("1", "1 thread"), ("4,2", "OMP_NUM_THREADS=4,2")]
+)
+def test_the_threads_that_ranks_get_are_told_if_they_share_cores(
+    threads: str, told: str, tmp_path: Path
+) -> None:
+    text = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    options, variables = ["-n", str(CORES + 1)], {"OMP_NUM_THREADS": threads}
+    ran = paceline("run", *options, script(tmp_path, text), folder=tmp_path, environment=variables)
+    assert {line.split()[1] for line in ran.lines} == {threads}
+    assert ran.stderr == f"paceline: {CORES + 1} ranks share {CORES} cores: each gets {told}\n"
 
 
 @pytest.mark.parametrize(

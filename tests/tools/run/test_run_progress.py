@@ -8,6 +8,7 @@ from recordings import Run, Slow, write
 
 from paceline.recording.reader import PlanRecording
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, row_width
+from paceline.tools.report.analysis import analyse_recording
 from paceline.tools.run.progress import RunProgress, SlowestRank, progress, read_progress, read_whole
 
 MS = 1_000_000
@@ -125,7 +126,7 @@ def test_steps_in_which_one_rank_has_no_inputs_count_by_the_other_ranks() -> Non
     )
 
 
-def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
+def test_a_wrapper_that_no_longer_steps_is_not_shown() -> None:
     finished = recording(0, [row(step) for step in range(9)])
     steps = [row(step) for step in range(3)]
     for cells in steps:
@@ -134,6 +135,49 @@ def test_of_several_wrappers_the_one_that_stepped_last_is_shown() -> None:
     found = progress([finished, recording(0, steps, wrapper=1), recording(0, [], wrapper=2)])
     assert found is not None
     assert (found.step, found.units_per_second) == (2, None)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_wrappers_that_step_in_turn_one_is_shown_with_its_module(tmp_path: Path, first: int) -> None:
+    modules = ["Generator", "Critic"]
+    starts = [1_000_000 * MS, 1_000_020 * MS]
+    for wrapper, module in enumerate(modules):
+        start = starts[(wrapper + first) % 2]
+        write(Run(ranks=2, steps=60, module=module, wrapper=wrapper, start=start), tmp_path)
+    for found in (read_progress(tmp_path), read_whole(tmp_path)):
+        assert str(found).startswith("Generator: step 59, ")
+
+
+def test_of_one_wrapper_the_module_is_not_told(tmp_path: Path) -> None:
+    write(Run(ranks=2, steps=20), tmp_path)
+    assert str(read_whole(tmp_path)).startswith("step 19, ")
+
+
+PAUSES_AT_THE_END = [Slow(0, 300, step, step + 1, "data") for step in (3, 7, 11)]
+LATE_STRAGGLER = [Slow(1, 200, 140, part="data"), Slow(0, 900, 180, 181, "data")]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run(ranks=1, steps=14, slow=PAUSES_AT_THE_END), Run(ranks=2, steps=200, slow=LATE_STRAGGLER)],
+    ids=["pauses", "straggler"],
+)
+def test_the_last_line_has_the_rates_and_pauses_of_the_report(tmp_path: Path, run: Run) -> None:
+    [(_, told)] = analyse_recording(write(run, tmp_path))
+    found = read_whole(tmp_path)
+    assert found is not None
+    assert found.steps_per_second == pytest.approx(told.steps_per_second, rel=1e-9)
+    assert found.units_per_second == pytest.approx(told.units_per_second, rel=1e-9)
+    assert found.paused == pytest.approx(told.parts["pauses"] / told.mean_step_ms, rel=1e-9)
+    assert found.paused > 0.04
+
+
+def test_steps_are_no_pauses_that_a_straggler_makes_longer(tmp_path: Path) -> None:
+    write(Run(ranks=2, steps=200, slow=LATE_STRAGGLER[:1]), tmp_path)
+    for found in (read_progress(tmp_path), read_whole(tmp_path)):
+        assert found is not None
+        assert found.paused == 0
+        assert found.steps_per_second == pytest.approx(1000 / 235.8, rel=0.02)
 
 
 def test_many_steps_per_second_are_no_power_of_ten() -> None:

@@ -69,6 +69,18 @@ def test_the_hook_in_force_stays_if_another_is_about_as_fast() -> None:
     assert choose(at_once(8 * MB), COSTS, link(10), now="average").name == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("mbit", "seconds", "said"),
+    [
+        (999.7, 0.9996, "take 1,000 ms, the slowest link has 1,000 Mbit/s and 1,000 ms"),
+        (2_000_000, 1234.0, "take 1,234 s, the slowest link has 2,000 Gbit/s and 1,234 s"),
+        (0.00001, 2e-9, "take 0.000002 ms, the slowest link has 0.00001 Mbit/s and 0.000002 ms"),
+    ],
+)
+def test_numbers_are_no_powers_of_ten(mbit: float, seconds: float, said: str) -> None:
+    assert str(Choice("int8", {"int8": seconds}, link(mbit, latency=seconds))).endswith(said)
+
+
 def test_the_choice_says_why_in_one_line() -> None:
     said = str(choose(at_once(8 * MB), COSTS, link(10, latency=0.002)))
     assert said == (

@@ -9,6 +9,7 @@ from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn, StepKind, SumColumn
 from paceline.tools.formatting import milliseconds, percent, rank_list
 from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
+from paceline.tools.report.figure_steps import detailed_steps, figure_steps, first_step
 from paceline.tools.report.generations import PlanSummary
 from paceline.tools.report.run_history import RunHistory, read_history
 from paceline.tools.report.step_parts import (
@@ -16,21 +17,27 @@ from paceline.tools.report.step_parts import (
     StepPart,
     communication,
     median,
+    place,
     quartiles,
-    rank_part_times,
 )
-from paceline.tools.report.stragglers import RankDelay, Straggler, find_stragglers, rank_delays
-from paceline.tools.report.suggestions import LARGE_PAUSES, RunFacts, Suggestion, suggestions
+from paceline.tools.report.stragglers import RankDelay, Straggler, rank_delays
+from paceline.tools.report.suggestions import RunFacts, Suggestion, suggestions
 from paceline.tools.report.wall_time import (
     PauseSummary,
     RankWallTime,
     pause_summaries,
-    rank_wall_times,
 )
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
-_FEWEST_STEPS = 8
 _NO_HISTORY = RunHistory()
+# In these parts ranks also wait for a straggler, or a straggler is slow; it has its own suggestion. What the
+# parts cost by themselves is what they cost the rank that spends least in them.
+_LEAST_OF_RANKS = (
+    StepPart.JOIN, StepPart.BUFFERS, StepPart.LOSS, StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER,
+    StepPart.LOADER, StepPart.DATA,
+)  # fmt: skip
+# Pauses of less than this share of the wall time do not change the rates.
+_PAUSES_MATTER = 0.005
 
 
 @dataclass(frozen=True)
@@ -172,15 +179,13 @@ def analyse(
         history: what happened to its ranks.
         other_modules: the modules of other wrappers on the same ranks.
     """
-    stragglers = find_stragglers(whole, rank_part_times(whole), quartiles(_step_times(whole))[1])
-    run = _since_last_straggler(whole, stragglers)
-    walls = rank_wall_times(run)
+    chosen = figure_steps(whole)
+    run, walls, stragglers = chosen.run, chosen.walls, chosen.stragglers
     figures = [_figures(run, timeline, own) for timeline, own in zip(run.timelines, walls, strict=True)]
     step_ns = quartiles([step for wall in walls for step in wall.usual_steps()])
     buckets = bucket_waits(run)
     pauses = pause_summaries(run, walls)
     facts = _facts(whole, run, figures, buckets, stragglers, pauses)
-    wall_ms = statistics.fmean(each.wall_ms for each in figures)
     overlap_ms = statistics.fmean(each.overlap_ms for each in figures)
     overlap = overlap_ms / facts.in_flight if facts.in_flight else None
     why_no_overlap = _why_no_overlap(facts, overlap)
@@ -191,29 +196,29 @@ def analyse(
             facts,
             overlap,
             why_no_overlap,
-            _largest_part(parts_of_step, other_modules, sees_optimizer=facts.sees_optimizer),
+            _largest_part(parts_of_step, other_modules, facts),
         ),
         group=run.group,
         missing_ranks=run.missing,
         steps=sum(plan.steps for plan in run.plans),
-        detailed_steps=_detailed_steps(whole),
-        first_detailed_step=_first_step(whole),
-        figures_from_step=_first_step(run),
+        detailed_steps=detailed_steps(whole),
+        first_detailed_step=first_step(whole),
+        figures_from_step=first_step(run),
         figures_to_step=max(timeline[StepColumn.STEP][-1] for timeline in run.timelines),
-        figures_steps=_detailed_steps(run),
+        figures_steps=chosen.steps,
         lost_steps=whole.steps_of_kind(StepKind.LOST),
         steps_done_again=len(whole.done_again),
         steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
         step_ms=_spread(step_ns, facts.step),
         mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
-        wall_ms=wall_ms,
-        steps_per_second=_detailed_steps(run) / wall_ms * 1e3 if wall_ms else 0.0,
+        wall_ms=chosen.wall_ms,
+        steps_per_second=chosen.steps_per_second,
         parts={str(part): spent for part, spent in parts_of_step.items()},
         pauses=pauses,
         communication_ms=facts.in_flight,
         overlap=overlap,
         why_no_overlap=why_no_overlap,
-        units_per_second=_units_per_second(run, wall_ms),
+        units_per_second=chosen.units_per_second,
         unit=str(run.description["unit"]),
         ranks=figures,
         delays=rank_delays(run, step_ns[1], stragglers),
@@ -237,10 +242,7 @@ def _facts(
 ) -> RunFacts:
     """What suggestions are made from."""
     parts = _average_parts(figures)
-    # In these parts ranks also wait for a straggler, which has its own suggestion. What the parts cost by
-    # themselves is what they cost the rank that spends least in them.
-    alone = (StepPart.JOIN, StepPart.BUFFERS, StepPart.LOADER, StepPart.DATA)
-    least = {part: min(each.parts[part] for each in figures) for part in alone}
+    least = {part: min(each.parts[part] for each in figures) for part in _LEAST_OF_RANKS}
     return RunFacts(
         step=sum(parts.values()) - parts[StepPart.PAUSE],
         pauses=pauses,
@@ -255,8 +257,8 @@ def _facts(
         device=str(run.description["device"]),
         exchange=str(run.description["exchange"]),
         stragglers=stragglers,
-        lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / _detailed_steps(whole),
-        without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / _detailed_steps(whole),
+        lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / detailed_steps(whole),
+        without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / detailed_steps(whole),
         without_optimizer=_without_optimizer(run),
     )
 
@@ -273,29 +275,6 @@ def _without_optimizer(run: WrapperRun) -> float:
 
 def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
     return {part: statistics.fmean(each.parts[part] for each in figures) for part in StepPart}
-
-
-def _detailed_steps(run: WrapperRun) -> int:
-    return max(map(len, run.timelines))
-
-
-def _step_times(run: WrapperRun) -> list[int]:
-    """Of all steps on all ranks; without each rank's last step, whose time is not complete."""
-    return [time for timeline in run.timelines for time in timeline.step_times[: max(1, len(timeline) - 1)]]
-
-
-def _first_step(run: WrapperRun) -> int:
-    return min(timeline[StepColumn.STEP][0] for timeline in run.timelines)
-
-
-def _since_last_straggler(run: WrapperRun, stragglers: Sequence[Straggler]) -> WrapperRun:
-    """The steps since the last straggler became one, if there are enough of them."""
-    since = max(
-        (each.first_step for each in stragglers if each.last_step is None and not each.first_step_error),
-        default=0,
-    )
-    recent = run.from_step(since)
-    return recent if min(map(len, recent.timelines)) >= _FEWEST_STEPS else run
 
 
 def _figures(run: WrapperRun, timeline: RankTimeline, wall: RankWallTime) -> RankFigures:
@@ -332,12 +311,6 @@ def _hosts(run: WrapperRun) -> int:
     return max(1, int(run.description["hosts"]), len(boots))
 
 
-def _units_per_second(run: WrapperRun, wall_ms: float) -> float | None:
-    """Of all ranks together, in the same wall time as the steps per second."""
-    counted = sum(sum(timeline[StepColumn.COUNT]) for timeline in run.timelines)
-    return counted / (wall_ms / 1e3) if counted and wall_ms else None
-
-
 def _run_facts(run: WrapperRun) -> dict[str, str | int]:
     description = run.description
     known = ("world", "backend", "transport", "exchange", "device", "cap", "first_cap", "plan", "version")
@@ -353,19 +326,14 @@ def _run_facts(run: WrapperRun) -> dict[str, str | int]:
 def _summary(facts: RunFacts, overlap: float | None, why_no_overlap: str, largest_part: str) -> str:
     why = f", because {why_no_overlap}" if why_no_overlap else ""
     step = _step_summary(facts, overlap, why, largest_part)
-    paused = facts.paused_share
-    return f"{_pause_summary(facts, paused)} {step}" if paused >= LARGE_PAUSES else step
-
-
-def _pause_summary(facts: RunFacts, paused: float) -> str:
-    first, *others = facts.pauses
-    causes = ", ".join(map(str, [first, *(each for each in others if each.share >= LARGE_PAUSES / 2)]))
-    return f"Pauses take {percent(paused)} of the wall time ({causes})."
+    causes = ", ".join(map(str, facts.large_pauses))
+    return (
+        f"Pauses take {percent(facts.paused_share)} of the wall time ({causes}). {step}" if causes else step
+    )
 
 
 def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part: str) -> str:
-    without = " without them" if facts.paused_share >= LARGE_PAUSES else ""
-    step = f"A step takes {milliseconds(facts.step)}{without}"
+    step = f"A step takes {milliseconds(facts.step)}{_without_pauses(facts)}"
     if facts.stragglers and facts.stragglers[0].last_step is None:
         return _straggler_summary(step, [each for each in facts.stragglers if each.last_step is None])
     joining = facts.parts[StepPart.JOIN]
@@ -385,17 +353,23 @@ def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part
     return f"{where}; {overlaps}. No rank is a straggler."
 
 
-def _largest_part(
-    parts: Mapping[StepPart, float], other_modules: Sequence[str], *, sees_optimizer: bool
-) -> str:
+def _without_pauses(facts: RunFacts) -> str:
+    """Why a step is shorter than the rates say; empty if it is not."""
+    if facts.large_pauses:  # they have been told
+        return " without them"
+    return " without pauses" if facts.paused_share > _PAUSES_MATTER else ""
+
+
+def _largest_part(parts: Mapping[StepPart, float], other_modules: Sequence[str], facts: RunFacts) -> str:
     """Where most of a step goes, or the largest part of it."""
     usual = {part: spent for part, spent in parts.items() if part is not StepPart.PAUSE}
     part = max(usual, key=lambda each: usual[each])
     share = usual[part] / (sum(usual.values()) or 1.0)
-    before = "the optimizer" if sees_optimizer else "backward"
-    where = f"between {before} and the next forward" if part is StepPart.DATA else f"in {part}"
+    before = "the optimizer" if facts.sees_optimizer else "backward"
+    where = f"between {before} and the next forward" if part is StepPart.DATA else place(part)
+    of = " of the usual step" if facts.paused_share > _PAUSES_MATTER else ""
     named = f", {', '.join(other_modules)}" if part is StepPart.OTHER_WRAPPERS and other_modules else ""
-    return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{named})"
+    return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{of}{named})"
 
 
 def _why_no_overlap(facts: RunFacts, overlap: float | None) -> str:
@@ -412,7 +386,7 @@ def _why_no_overlap(facts: RunFacts, overlap: float | None) -> str:
 def _straggler_summary(step: str, stragglers: Sequence[Straggler]) -> str:
     worst, *others = stragglers
     before = "" if worst.other_step_ms is None else f" ({milliseconds(worst.other_step_ms)} before)"
-    where = f"; it is slow in {worst.slow_part}" if worst.slow_part else ""
+    where = f"; it is slow {place(worst.slow_part)}" if worst.slow_part else ""
     also = f" Other stragglers: {rank_list(each.rank for each in others)}." if others else ""
     return (
         f"{step}{before}. Rank {worst.rank} has been a straggler since step {worst.first_step:,}: "

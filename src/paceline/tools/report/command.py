@@ -103,7 +103,7 @@ def _print_summary(analysis: RunAnalysis, console: Console) -> None:
     if analysis.why_no_overlap:
         console.print(f"nothing hides communication: {analysis.why_no_overlap}")
     changes = [f"{_shown(each.change)}\n    {_shown(each.evidence)}" for each in analysis.suggestions]
-    _print_list("suggestions", changes or ["none: no part of a step stands out"], console)
+    _print_list("suggestions", changes or ["no change is suggested"], console)
 
 
 def _rates(analysis: RunAnalysis) -> str:

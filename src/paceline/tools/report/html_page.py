@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.report.analysis import RunAnalysis
+from paceline.tools.report.figure_steps import wall_times_of_all
 from paceline.tools.report.last_minute import LastMinute
 from paceline.tools.report.page_numbers import (
     COLUMNS,
@@ -21,7 +22,7 @@ from paceline.tools.report.page_numbers import (
 from paceline.tools.report.run_history import RunHistory
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.terms import TERMS
-from paceline.tools.report.wall_time import PauseCause, rank_wall_times
+from paceline.tools.report.wall_time import PauseCause
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 # In all timelines together. A browser would take long to open a page with more.
@@ -40,7 +41,9 @@ def html_page(
         drawn = _drawn(run, analysis)
         last = max(1, share // (len(drawn) * (COLUMNS + len(BucketColumn) * len(run.buckets))))
         unit, start = tick(drawn), min(_first_begin(timeline, last) for timeline in drawn)
-        overlays = _overlays(run, drawn, last, unit)
+        walls = wall_times_of_all(run, analysis.figures_from_step)
+        by_rank = dict(zip((each.rank for each in run.timelines), walls, strict=True))
+        overlays = [overlay_columns(each, by_rank[each.rank], last, unit=unit) for each in drawn]
         wrappers.append(_wrapper_data(run, analysis, drawn, last, start) | {"tick_ms": unit / 1e6})
         for timeline, about, own in zip(drawn, wrappers[-1]["timelines"], overlays, strict=True):
             about["overlays"] = len(own[-1])
@@ -64,13 +67,6 @@ def html_page(
             "script": "\n".join(map(_file, _SCRIPTS)),
         },
     )
-
-
-def _overlays(
-    run: WrapperRun, drawn: Sequence[RankTimeline], last: int, unit: int
-) -> list[list[Sequence[int]]]:
-    walls = dict(zip((each.rank for each in run.timelines), rank_wall_times(run), strict=True))
-    return [overlay_columns(timeline, walls[timeline.rank], last, unit=unit) for timeline in drawn]
 
 
 def _last_minute_section(last: LastMinute) -> str:

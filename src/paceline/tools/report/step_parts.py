@@ -45,6 +45,13 @@ class StepPart(enum.StrEnum):
     """Time beyond the usual; see Note [Pauses]."""
 
 
+def place(part: str) -> str:
+    """Where in a step a part is, for a sentence: "in forward", "before the optimizer"."""
+    if part in (StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER):
+        return part.replace(" ", " the ")
+    return f"in the {part}" if part in (StepPart.LOSS, StepPart.LOADER) else f"in {part}"
+
+
 # Nanoseconds of each part, step by step.
 PartTimes = Mapping[StepPart, Sequence[int]]
 

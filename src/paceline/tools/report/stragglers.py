@@ -18,7 +18,7 @@ from paceline.tools.report.delays import (
     slow_part,
     sync_delays,
 )
-from paceline.tools.report.step_parts import PartTimes, median, quartiles, typical
+from paceline.tools.report.step_parts import PartTimes, median, quartiles, rank_part_times, typical
 from paceline.tools.report.wrapper_runs import WrapperRun
 
 # A delay matters if it is this share of a step, and more than noise.
@@ -107,18 +107,12 @@ def _heaviest(delays: Sequence[float], threshold: float) -> Period | None:
     return period
 
 
-def find_stragglers(run: WrapperRun, parts: Sequence[PartTimes], step_ns: float) -> list[Straggler]:
-    """The stragglers of a run, those that cost most first.
-
-    Args:
-        run: the run.
-        parts: the parts of each rank's steps.
-        step_ns: the median step.
-    """
+def find_stragglers(run: WrapperRun, step_ns: float) -> list[Straggler]:
+    """The stragglers of a run, those that cost most first; ``step_ns`` is its median step."""
     if len(run.timelines) < 2:
         return []
     least = max(_SHARE * step_ns, LEAST)
-    found = _in_rows(run, parts, least) or _in_sums(run, least)
+    found = _in_rows(run, least) or _in_sums(run, least)
     return sorted(found, key=lambda each: -each.late_ms)
 
 
@@ -132,19 +126,24 @@ def rank_delays(run: WrapperRun, step_ns: float, stragglers: Sequence[Straggler]
     ]
 
 
-def _in_rows(run: WrapperRun, parts: Sequence[PartTimes], least: float) -> list[Straggler]:
+def _in_rows(run: WrapperRun, least: float) -> list[Straggler]:
     """The stragglers of the detailed steps; one that is late at both points, where it is clearly later."""
-    found: dict[int, Straggler] = {}
     if len(run.common_steps) < _FEWEST:
         return []
-    for point, delays in sync_delays(run, least).items():
-        for number, own in enumerate(delays):
-            period = late_period(own, least, fewest_over=_FEWEST_OVER)
-            if period is not None:
-                each = _straggler(run, parts, delays, number, point=point, period=period, least=least)
-                known = found.get(each.rank)
-                if known is None or _CLEARLY * known.late_ms < each.late_ms:
-                    found[each.rank] = each
+    late = [
+        (point, delays, number, period)
+        for point, delays in sync_delays(run, least).items()
+        for number, own in enumerate(delays)
+        if (period := late_period(own, least, fewest_over=_FEWEST_OVER)) is not None
+    ]
+    # Most runs have no straggler, and the parts of all steps take long to find out.
+    parts = rank_part_times(run) if late else []
+    found: dict[int, Straggler] = {}
+    for point, delays, number, period in late:
+        each = _straggler(run, parts, delays, number, point=point, period=period, least=least)
+        known = found.get(each.rank)
+        if known is None or _CLEARLY * known.late_ms < each.late_ms:
+            found[each.rank] = each
     return list(found.values())
 
 

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.tools.formatting import byte_size, milliseconds, percent, plain_number, plural
-from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.step_parts import StepPart, place
 from paceline.tools.report.stragglers import Straggler
 from paceline.tools.report.wall_time import PauseCause, PauseSummary
 
 _MIB = 1 << 20
 # The share of a step that is worth a change.
 _WORTH = 0.08
+# The share of a step from which it is worth a look what the script does there.
+_LARGE = 0.25
 # The share of the wall time from which pauses are worth a change.
 LARGE_PAUSES = 0.1
 _FEW_BUCKETS, _MANY_BUCKETS = 4, 16
@@ -74,6 +76,14 @@ class RunFacts:
         return sum(each.share for each in self.pauses)
 
     @property
+    def large_pauses(self) -> Sequence[PauseSummary]:
+        """If pauses are worth a change, the largest ones and all others that are a good part of them."""
+        if self.paused_share < LARGE_PAUSES:
+            return []
+        first, *others = self.pauses
+        return [first, *(each for each in others if each.share >= LARGE_PAUSES / 2)]
+
+    @property
     def sees_optimizer(self) -> bool:
         """Whether an optimizer of torch stepped the wrapper's own parameters."""
         return self.without_optimizer <= _MOST_UNUSED
@@ -86,6 +96,10 @@ class RunFacts:
     def is_worth(self, part: float) -> bool:
         """Whether a part of a step is large enough to change something."""
         return part >= _WORTH * self.step > 0
+
+    def is_large(self, part: float) -> bool:
+        """Whether a part of a step that is the script's own is worth a look."""
+        return part > _LARGE * self.step > 0
 
     def share(self, part: float) -> str:
         """A part of a step, as text."""
@@ -111,19 +125,26 @@ def suggestions(facts: RunFacts) -> list[Suggestion]:
     return sorted(found, key=lambda each: -each.saves_at_most_ms)
 
 
+_STRAGGLER_ADVICE = {
+    "": "see what else runs on its host",
+    **dict.fromkeys(map(str, (StepPart.DATA, StepPart.LOADER)), "look at its data loading"),
+    str(StepPart.OPTIMIZER): "see what its optimizer step does that the others' does not",
+    **{
+        str(part): f"see what its code does {place(part)}"
+        for part in (StepPart.LOSS, StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER)
+    },
+}
+
+
 def _stragglers(facts: RunFacts) -> Iterator[Suggestion]:
     for straggler in facts.stragglers[:3]:
         if straggler.last_step is None:
-            advice = {
-                "": "see what else runs on its host",
-                str(StepPart.DATA): "look at its data loading",
-                str(StepPart.OPTIMIZER): "see what its optimizer step does that the others' does not",
-            }.get(
-                straggler.slow_part or "",
+            slow = straggler.slow_part
+            advice = _STRAGGLER_ADVICE.get(
+                slow or "",
                 "look at its threads, at the sizes of its inputs and at what else runs on its host",
             )
-            slow = straggler.slow_part
-            more = f", with {milliseconds(straggler.slow_part_ms)} more in {slow}" if slow else ""
+            more = f", with {milliseconds(straggler.slow_part_ms)} more {place(slow)}" if slow else ""
             evidence = (
                 f"it has been {milliseconds(straggler.late_ms)} behind the other ranks since step "
                 f"{straggler.first_step:,}{more}"
@@ -237,19 +258,49 @@ def _buffers(facts: RunFacts) -> Iterator[Suggestion]:
 
 
 def _data(facts: RunFacts) -> Iterator[Suggestion]:
-    loader, other = facts.parts[StepPart.LOADER], facts.parts[StepPart.DATA]
-    if loader > 0.25 * facts.step > 0:
+    loader = facts.parts[StepPart.LOADER]
+    if facts.is_large(loader):
         change = "Load data ahead: more workers for the DataLoader, pinned or cached batches"
         yield Suggestion("data", change, f"{facts.share(loader)} is spent in the DataLoader", loader)
-    elif other > 0.25 * facts.step > 0 and not facts.sees_optimizer:
-        change = "See what your code does between steps: your optimizer, loading data, logging"
-        evidence = f"{facts.share(other)} is spent between backward and the next forward"
-        more = "; no optimizer of torch stepped the wrapper's parameters"
-        yield Suggestion("between steps", change, evidence + more, other)
-    elif other > 0.25 * facts.step > 0:
+
+
+def _between_steps(facts: RunFacts) -> Iterator[Suggestion]:
+    between = facts.parts[StepPart.DATA] + facts.parts[StepPart.AFTER_OPTIMIZER]
+    if not facts.is_large(between):
+        return
+    besides = ", besides the DataLoader" if facts.parts[StepPart.LOADER] else ""
+    if facts.sees_optimizer:
         change = "See what your code does between steps: loading data, logging, schedulers"
-        evidence = f"{facts.share(other)} is spent between the optimizer and the next forward"
-        yield Suggestion("between steps", change, evidence, other)
+        evidence = f"{facts.share(between)} is spent between the optimizer and the next forward{besides}"
+    else:
+        change = "See what your code does between steps: your optimizer, loading data, logging"
+        evidence = (
+            f"{facts.share(between)} is spent between backward and the next forward{besides}; "
+            "no optimizer of torch stepped the wrapper's parameters"
+        )
+    yield Suggestion("between steps", change, evidence, between)
+
+
+def _before_optimizer(facts: RunFacts) -> Iterator[Suggestion]:
+    spent = facts.parts[StepPart.BEFORE_OPTIMIZER]
+    if facts.is_large(spent):
+        change = (
+            "See what your code does before the optimizer, or between optimizers: clipping, looking at "
+            "gradients, logging"
+        )
+        evidence = f"{facts.share(spent)} is spent between averaged gradients and the optimizer's step"
+        yield Suggestion("before optimizer", change, evidence, spent)
+
+
+def _loss(facts: RunFacts) -> Iterator[Suggestion]:
+    spent = facts.parts[StepPart.LOSS]
+    if facts.is_large(spent):
+        change = (
+            "See what your code does between forward and backward: the loss, modules outside of the wrapper, "
+            "metrics, logging"
+        )
+        evidence = f"{facts.share(spent)} is spent between the module's forward and the first gradient"
+        yield Suggestion("loss", change, evidence, spent)
 
 
 def _join(facts: RunFacts) -> Iterator[Suggestion]:
@@ -272,15 +323,14 @@ _PAUSE_ADVICE = {
 
 
 def _pauses(facts: RunFacts) -> Iterator[Suggestion]:
-    for pauses in facts.pauses:
-        if pauses.share >= LARGE_PAUSES:
-            wait = ", while other ranks wait" if pauses.others_wait else ""
-            evidence = (
-                f"{plural(pauses.count, 'pause')} for {pauses}, {_lengths(pauses)}{wait}: "
-                f"{percent(pauses.share)} of the wall time"
-            )
-            change = _PAUSE_ADVICE[PauseCause(pauses.cause)]
-            yield Suggestion(f"pauses: {pauses.cause}", change, evidence, pauses.step_ms)
+    for pauses in facts.large_pauses:
+        wait = ", while other ranks wait" if pauses.others_wait else ""
+        evidence = (
+            f"{plural(pauses.count, 'pause')} for {pauses}, {_lengths(pauses)}{wait}: "
+            f"{percent(pauses.share)} of the wall time"
+        )
+        change = _PAUSE_ADVICE[PauseCause(pauses.cause)]
+        yield Suggestion(f"pauses: {pauses.cause}", change, evidence, pauses.step_ms)
 
 
 def _lengths(pauses: PauseSummary) -> str:
@@ -317,6 +367,9 @@ _RULES: Sequence[Rule] = (
     _first_bucket,
     _buffers,
     _data,
+    _between_steps,
+    _before_optimizer,
+    _loss,
     _join,
     _pauses,
     _uneven,

@@ -70,9 +70,13 @@ class RankTimeline:
         """Whether a step has launched buckets of the main plan; the first is launched first."""
         return self.bucket(0, BucketColumn.LAUNCH)[row] > 0
 
+    def row_of(self, step: int) -> int:
+        """The first row that is not of a step before this one."""
+        return next((row for row, each in enumerate(self[StepColumn.STEP]) if each >= step), len(self))
+
     def from_step(self, step: int) -> "RankTimeline":
         """The timeline without the steps before this one."""
-        first = next((row for row, each in enumerate(self[StepColumn.STEP]) if each >= step), len(self))
+        first = self.row_of(step)
         if first == 0:
             return self
         columns = [column[first:] for column in self.columns]

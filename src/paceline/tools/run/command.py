@@ -16,7 +16,7 @@ from paceline.comm.roster import LOST_AFTER_VARIABLE
 from paceline.recording.files import make_folder
 from paceline.recording.ledger import LEDGER_VARIABLE
 from paceline.recording.recorder import FOLDER_VARIABLE
-from paceline.tools.formatting import plural
+from paceline.tools.formatting import plural, printable
 from paceline.tools.run import agent, patch_torch, worker
 from paceline.tools.run.failures import in_lines
 from paceline.tools.run.processes import guarded_folder
@@ -58,12 +58,21 @@ def run(arguments: tuple[str, ...]) -> None:
         parser.error(str(error))
     ranks = job.config.nproc_per_node
     if ranks > agent.available_cores():
-        _say(f"{plural(ranks, 'rank')} share {plural(agent.available_cores(), 'core')}: each gets one thread")
+        _say(_shared_cores(ranks, job.environment["OMP_NUM_THREADS"]))
     with guarded_folder(worker.FOLDER, job.shutdown_seconds) as folder:
         result = agent.run(job, folder, stdout=sys.stdout, stderr=sys.stderr)
-        if options.patch and not any(folder.glob(f"*/{patch_torch.NOTE}")):
-            _say(NOTHING_PATCHED)
-    exit_now(_report(result))
+        has_patched = any(folder.glob(f"*/{patch_torch.NOTE}"))
+    code = _report(result)
+    # A run that was stopped, or has failed, may have ended before it came to its wrapper.
+    if options.patch and code == 0 and not has_patched:
+        _say(NOTHING_PATCHED)
+    exit_now(code)
+
+
+def _shared_cores(ranks: int, threads: str) -> str:
+    """What is told if there are more ranks than cores; ``threads`` is OMP_NUM_THREADS, perhaps a user's."""
+    each = plural(int(threads), "thread") if threads.isdecimal() else f"OMP_NUM_THREADS={printable(threads)}"
+    return f"{plural(ranks, 'rank')} share {plural(agent.available_cores(), 'core')}: each gets {each}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,9 +11,17 @@ from paceline.recording.reader import PlanRecording, read_latest, read_recording
 from paceline.recording.rows import StepColumn, StepKind
 from paceline.tools.formatting import milliseconds, percent, plain_number, printable
 from paceline.tools.report.delays import last_share, slow_part, sync_delays
-from paceline.tools.report.step_parts import NEXT_TO_NOTHING, StepPart, communication, median, rank_part_times
+from paceline.tools.report.figure_steps import detailed_steps, figure_steps, first_step
+from paceline.tools.report.step_parts import (
+    NEXT_TO_NOTHING,
+    StepPart,
+    communication,
+    median,
+    place,
+    rank_part_times,
+)
 from paceline.tools.report.wall_time import RankWallTime, rank_wall_times
-from paceline.tools.report.wrapper_runs import WrapperRun, wrapper_run, wrapper_runs
+from paceline.tools.report.wrapper_runs import WrapperRun, wrapper_runs
 
 # Rates and pauses are of this many seconds, in which pauses and steps are as frequent as in the whole run. Of
 # quick steps on many ranks it is less, because reading them would take long.
@@ -24,6 +32,10 @@ WINDOW = 32
 # The slowest rank is named if it was the last in this share of them, by this share of a step.
 LAST_SHARE = 2 / 3
 LEAST_DELAY = 0.02
+# A wrapper is no longer trained if others have stepped for so many of its steps since its last one.
+_MANY_STEPS = 10
+# Wrappers that step in turn have about the same wall time: this share of the longest one, or more.
+_ABOUT_ALL = 0.9
 # Pauses are told from this share of the wall time on.
 LEAST_PAUSED = 0.05
 
@@ -43,7 +55,7 @@ class SlowestRank:
     part: str | None
 
     def __str__(self) -> str:
-        where = f", in {self.part}" if self.part else ""
+        where = f", {place(self.part)}" if self.part else ""
         return f"rank {self.rank} slowest by {milliseconds(self.delay * 1e3)}{where}"
 
 
@@ -60,6 +72,7 @@ class RunProgress:
         overlap: the share of communication that was during backward; None if there was no communication.
         buckets: how many buckets there are.
         slowest: the rank that the others waited for in most steps; None if it made no difference.
+        module: the class of the wrapper's module; empty if there is only one wrapper.
     """
 
     step: int
@@ -70,13 +83,15 @@ class RunProgress:
     overlap: float | None
     buckets: int
     slowest: SlowestRank | None
+    module: str = ""
 
     def __str__(self) -> str:
         return ", ".join(self.parts())
 
     def parts(self) -> list[str]:
         """The figures as text, the most important first."""
-        parts = [f"step {self.step:,}", f"{plain_number(self.steps_per_second)} steps/s"]
+        whose = f"{printable(self.module)}: " if self.module else ""
+        parts = [f"{whose}step {self.step:,}", f"{plain_number(self.steps_per_second)} steps/s"]
         if self.units_per_second is not None:
             parts.append(f"{plain_number(self.units_per_second)} {printable(self.unit)}/s")
         if self.paused >= LEAST_PAUSED:
@@ -98,15 +113,18 @@ def read_progress(folder: Path) -> RunProgress | None:
 
 
 def read_whole(folder: Path) -> RunProgress | None:
-    """The same of all that is recorded in detail, for the end of the run."""
+    """The same at the end of the run, with the rates that the report has."""
     try:
         runs = wrapper_runs(read_recording(folder))
     except RecordingError:
         return None
     if not runs:
         return None
-    whole = [_whole_timelines(run) for run in runs]
-    return _wrapper_progress(max(whole, key=_last_end))
+    longest = max(map(_wall_time, runs))
+    shown = min((run for run in runs if _wall_time(run) >= _ABOUT_ALL * longest), key=_number)
+    found = figure_steps(shown)
+    rates = _Rates(found.steps_per_second, found.units_per_second, _paused(found.walls))
+    return _run_progress(found.run, rates, _shown_module(shown, runs))
 
 
 def _last_seconds(recordings: Sequence[PlanRecording]) -> list[PlanRecording]:
@@ -120,72 +138,127 @@ def _last_rows(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return [*older, *rows[-WINDOW - 1 :]]
 
 
-def _whole_timelines(run: WrapperRun) -> list[PlanRecording]:
-    """The timelines of a run, as if all steps had had one plan."""
-    return [
-        PlanRecording(
-            {**run.description, "rank": timeline.rank},
-            list(zip(*timeline.columns, strict=True)),
-            [],
-            len(timeline),
-        )
-        for timeline in run.timelines
-    ]
-
-
 def progress(recordings: Sequence[PlanRecording]) -> RunProgress | None:
-    """The progress of the wrapper that stepped last."""
-    by_wrapper: dict[int, list[PlanRecording]] = {}
-    for recording in recordings:
-        by_wrapper.setdefault(recording.wrapper, []).append(recording)
-    for same in sorted(by_wrapper.values(), key=_last_end, reverse=True):
-        if (found := _wrapper_progress(same)) is not None:
+    """The progress of one wrapper: of those that still step, the one that was made first.
+
+    If it were the one that stepped last, the line would be of another one each time if they step in turn.
+    """
+    # Some ranks may have ended a step with new buckets before others have.
+    incomplete = {each.wrapper for each in recordings if not each.rows}
+    complete = [each for each in recordings if each.wrapper not in incomplete]
+    runs = wrapper_runs(complete) if complete else []
+    now = max(map(_last_end, runs), default=0)
+    for run in sorted(runs, key=lambda run: (_has_stopped(run, now), _number(run))):
+        rates = _last_rates(run)
+        found = None if rates is None else _run_progress(run, rates, _shown_module(run, runs))
+        if found is not None:
             return found
     return None
 
 
-def _last_end(recordings: Sequence[PlanRecording]) -> int:
-    return max((each.rows[-1][StepColumn.END] for each in recordings if each.rows), default=0)
+def _number(run: WrapperRun) -> int:
+    """The number of the wrapper in the process."""
+    return int(run.description["wrapper"])
 
 
-def _wrapper_progress(recordings: Sequence[PlanRecording]) -> RunProgress | None:
-    by_step = _rows_by_step(recordings)
-    if len(by_step) < 2:
+def _wall_time(run: WrapperRun) -> int:
+    return max(sum(timeline.step_times) for timeline in run.timelines)
+
+
+def _last_end(run: WrapperRun) -> int:
+    return max(timeline[StepColumn.END][-1] for timeline in run.timelines)
+
+
+def _has_stopped(run: WrapperRun, now: int) -> bool:
+    """Whether other wrappers have stepped since then for as long as many steps of this one."""
+    begin, last = min(timeline[StepColumn.BEGIN][0] for timeline in run.timelines), _last_end(run)
+    return now - last > _MANY_STEPS * (last - begin) / detailed_steps(run)
+
+
+def _shown_module(run: WrapperRun, runs: Sequence[WrapperRun]) -> str:
+    """The class of a wrapper's module; empty if there is no other wrapper."""
+    return run.module if len({each.module for each in runs}) > 1 else ""
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Steps and units per second of wall time, and the share of it that is pauses."""
+
+    steps: float
+    units: float | None
+    paused: float
+
+
+def _last_rates(run: WrapperRun) -> _Rates | None:
+    """The rates while a run goes on: the last step is not complete, and only tells when it began."""
+    chosen = figure_steps(_with_inputs(run))
+    steps = [each for each in _ended_steps(run) if each.number >= first_step(chosen.run)]
+    seconds = (steps[-1].begin - steps[0].begin) / 1e9 if steps else 0.0
+    if seconds <= 0:  # there is one step only, or the files are damaged
         return None
-    begins = [statistics.median(row[StepColumn.BEGIN] for row in rows.values()) for rows in by_step.values()]
-    seconds = [(later - begin) / 1e9 for begin, later in itertools.pairwise(begins)]
-    counted = sum(row[StepColumn.COUNT] for rows in [*by_step.values()][:-1] for row in rows.values())
-    step = statistics.median(seconds)
-    if step <= 0 or sum(seconds) <= 0:  # the files are damaged: steps do not begin one after the other
+    counted = sum(each.count for each in steps[:-1])
+    rate = (len(steps) - 1) / seconds
+    return _Rates(rate, counted / seconds if counted else None, _paused(chosen.walls))
+
+
+def _run_progress(run: WrapperRun, rates: _Rates, module: str) -> RunProgress | None:
+    """The progress with these rates; communication and the slowest rank are of the last steps."""
+    steps = _ended_steps(run)[-WINDOW - 1 :]
+    usual = median([later.begin - each.begin for each, later in itertools.pairwise(steps)])
+    if usual <= 0:  # there is one step only, or the files are damaged
         return None
-    run = wrapper_run([each for each in recordings if _had_inputs(each)])
-    paused = _paused(rank_wall_times(run))
-    run = run.from_step([*by_step][-WINDOW - 1 :][0])
-    walls = rank_wall_times(run)
+    last = _with_inputs(run).from_step(steps[0].number)
     return RunProgress(
-        step=max(by_step),
-        steps_per_second=len(seconds) / sum(seconds),
-        paused=paused,
-        units_per_second=counted / sum(seconds) if counted else None,
-        unit=str(recordings[0].description["unit"]),
-        overlap=_overlap(run, walls),
-        buckets=len(recordings[0].description["buckets"]),
-        slowest=_slowest(run, least=LEAST_DELAY * step * 1e9, steps=min(len(by_step), WINDOW + 1)),
+        step=steps[-1].number,
+        steps_per_second=rates.steps,
+        paused=rates.paused,
+        units_per_second=rates.units,
+        unit=str(run.description["unit"]),
+        overlap=_overlap(last, rank_wall_times(last)),
+        buckets=len(run.buckets),
+        slowest=_slowest(last, least=LEAST_DELAY * usual, steps=len(steps)),
+        module=module,
     )
 
 
-def _rows_by_step(recordings: Sequence[PlanRecording]) -> dict[int, dict[int, Sequence[int]]]:
-    """The steps that every rank has ended, in order; each with the rows of the ranks that had inputs."""
-    averaged = (StepKind.ORDINARY, StepKind.NO_INPUTS)
-    ended = [
-        {row[StepColumn.STEP] for row in each.rows if row[StepColumn.KIND] in averaged} for each in recordings
-    ]
-    by_step: dict[int, dict[int, Sequence[int]]] = {}
-    for each in recordings:
-        for row in each.rows:
-            if row[StepColumn.KIND] == StepKind.ORDINARY:
-                by_step.setdefault(row[StepColumn.STEP], {})[each.rank] = row
-    return {step: by_step[step] for step in sorted(set.intersection(*ended)) if step in by_step}
+@dataclass(frozen=True)
+class _EndedStep:
+    """A step that every rank has ended.
+
+    Attributes:
+        number: its number.
+        begin: when it began, on the median of the ranks that had inputs.
+        count: how many samples, or other units, these have counted.
+    """
+
+    number: int
+    begin: float
+    count: int
+
+
+def _ended_steps(run: WrapperRun) -> list[_EndedStep]:
+    """The steps that every rank has ended, in order; without those for which no rank had inputs."""
+    columns = (StepColumn.STEP, StepColumn.KIND, StepColumn.BEGIN, StepColumn.COUNT)
+    ended, with_inputs = [], []
+    for timeline in run.timelines:
+        rows = list(zip(*(timeline[column] for column in columns), strict=True))
+        ended.append({step for step, kind, *_ in rows if kind in (StepKind.ORDINARY, StepKind.NO_INPUTS)})
+        with_inputs.append(
+            {step: (begin, count) for step, kind, begin, count in rows if kind == StepKind.ORDINARY}
+        )
+    found = []
+    for step in sorted(set.intersection(*ended)):
+        own = [known[step] for known in with_inputs if step in known]
+        if own:
+            begins, counts = zip(*own, strict=True)
+            found.append(_EndedStep(step, statistics.median(begins), sum(counts)))
+    return found
+
+
+def _with_inputs(run: WrapperRun) -> WrapperRun:
+    """The run on the ranks that had inputs."""
+    had = [timeline for timeline in run.timelines if StepKind.ORDINARY in timeline[StepColumn.KIND]]
+    return replace(run, timelines=had)
 
 
 def _slowest(run: WrapperRun, *, least: float, steps: int) -> SlowestRank | None:
@@ -207,10 +280,6 @@ def _slowest(run: WrapperRun, *, least: float, steps: int) -> SlowestRank | None
 def _paused(walls: Sequence[RankWallTime]) -> float:
     """The share of the wall time that is pauses, on the average rank."""
     return sum(each.paused for each in walls) / max(1, sum(each.wall for each in walls))
-
-
-def _had_inputs(recording: PlanRecording) -> bool:
-    return any(row[StepColumn.KIND] == StepKind.ORDINARY for row in recording.rows)
 
 
 def _last_in_most(run: WrapperRun, least: float, steps: int) -> tuple[int | None, float]:

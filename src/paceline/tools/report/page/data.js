@@ -70,15 +70,17 @@ class DrawnRank {
     }
   }
 
-  // The row of the longest pause; -1 if there is none.
+  // The longest pause: its row, which is -1 if there is none, and its length, for comparisons.
   longestPause() {
-    let longest = 0, found = -1;
+    const longest = { row: -1, ms: 0 };
     this.overlays.forEach((own, row) => {
-      for (const [part, from, to] of own) {
-        if (part === PAUSE && to - from > longest) [longest, found] = [to - from, row];
+      for (const [part, from, to, cause] of own) {
+        // A rank that waits for a pause has one of the same length, which does not tell what it is for.
+        const ms = (to - from) * (report.causes[cause - 1] === "a pause of another rank" ? 0.99 : 1);
+        if (part === PAUSE && ms > longest.ms) Object.assign(longest, { row, ms });
       }
     });
-    return found;
+    return longest;
   }
 
   at(column, row) {

@@ -113,11 +113,10 @@ function goTo(step) {
   timeline.move(view.from, view.to);
 }
 
-// The longest pause of the chosen rank, or of the first rank that has one.
 function showPause() {
-  const { run } = timeline, rows = run.ranks.map((rank) => rank.longestPause());
-  if (rows[timeline.chosen] < 0) timeline.chosen = rows.findIndex((row) => row >= 0);
-  const view = timeline.around(rows[timeline.chosen] - 1, 3);
+  const pauses = timeline.run.ranks.map((rank) => rank.longestPause());
+  timeline.chosen = pauses.reduce((best, { ms }, lane) => (ms > pauses[best].ms ? lane : best), timeline.chosen);
+  const view = timeline.around(pauses[timeline.chosen].row - 1, 3);
   timeline.move(view.from, view.to);
 }
 
@@ -144,7 +143,7 @@ function draw() {
   if (!since.hidden) since.textContent = `Since step ${number(straggler.first_step)}`;
   since.title = "The first step in which the straggler is late";
   state.straggler = straggler;
-  document.querySelector("[data-act=pause]").hidden = !run.ranks.some((rank) => rank.longestPause() >= 0);
+  document.querySelector("[data-act=pause]").hidden = !run.ranks.some((rank) => rank.longestPause().ms > 0);
   timeline.show(wrapper, run);
   offerHealings(run);
   writeRankLines(wrapper, straggler);

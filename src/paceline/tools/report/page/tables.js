@@ -80,6 +80,12 @@ function otherSteps({ first_step: first, last_step: last, step_ms: then, other_s
   return `Steps take ${duration(then)} then, and otherwise ${duration(other)}.`;
 }
 
+// Where in a step a part is, for a sentence.
+function place(part) {
+  if (/^(before|after) optimizer$/.test(part)) return part.replace(" ", " the ");
+  return part === "loss" || part === "DataLoader" ? `in the ${part}` : `in ${part}`;
+}
+
 function stragglerText(straggler, figuresFrom) {
   const error = straggler.first_step_error ? ` (± ${number(straggler.first_step_error)})` : "";
   const first = `step ${number(straggler.first_step)}${error}`, isOver = straggler.last_step !== null;
@@ -87,7 +93,7 @@ function stragglerText(straggler, figuresFrom) {
   const texts = [`${isOver ? "was" : "has been"} ${duration(straggler.late_ms)} behind the other ranks ${when}. In `
     + `${percent(straggler.last_share)} of these steps it was the last to reach ${straggler.sync_point}.`];
   if (straggler.slow_part) {
-    texts.push(`It is slow in ${straggler.slow_part}: ${duration(straggler.slow_part_ms)} more than the others.`);
+    texts.push(`It is slow ${place(straggler.slow_part)}: ${duration(straggler.slow_part_ms)} more than the others.`);
   }
   if (straggler.other_step_ms !== null) texts.push(otherSteps(straggler, figuresFrom));
   return texts.join(" ");
@@ -119,7 +125,7 @@ function writeSuggestions(wrapper) {
     const exposed = duration(wrapper.parts[report.parts[EXPOSED_COMMUNICATION]]);
     const overlap = wrapper.overlap === null ? "There is no communication" : `${percent(wrapper.overlap)} of the `
       + `communication overlaps with backward, ${exposed} of ${duration(wrapper.step_ms[1])} is exposed`;
-    items.push(make("li", { class: "none" }, make("strong", {}, "None: no part of a step stands out."),
+    items.push(make("li", { class: "none" }, make("strong", {}, "No change is suggested."),
       make("p", {}, `${overlap}, and no rank is a straggler.`)));
   }
   $("suggestions").replaceChildren(...items);
