@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence
 
 # Of the file format; a reader accepts this version only.
-VERSION = 3
+VERSION = 4
 # A new column needs a new VERSION, and a place in tools/report: step_parts, page_numbers, page/data.js.
 
 
@@ -112,9 +112,11 @@ class SumColumn(enum.IntEnum):
     """When that one began."""
     STEP = enum.auto()
     """From each step's begin to the next one's."""
-    FORWARD = enum.auto()
+    JOIN = enum.auto()
+    """In which the ranks told each other who has inputs, before the last forward."""
     BUFFERS = enum.auto()
-    """The part of forward that synchronised module buffers."""
+    """In which module buffers were synchronised, before that forward."""
+    FORWARD = enum.auto()
     BACKWARD = enum.auto()
     WAIT_AFTER_BACKWARD = enum.auto()
     """From the end of this rank's backward until the last bucket was reduced."""
@@ -167,8 +169,11 @@ def row_sums(row: "list[int]", *, next_begin: int) -> list[int]:
     sums[SumColumn.FIRST_STEP] = row[StepColumn.STEP]
     sums[SumColumn.START] = row[StepColumn.BEGIN]
     sums[SumColumn.STEP] = sums[SumColumn.LONGEST] = elapsed(row[StepColumn.BEGIN], next_begin)
-    sums[SumColumn.FORWARD] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.FORWARD_END])
-    sums[SumColumn.BUFFERS] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.BUFFERS_END])
+    joined = max(row[StepColumn.FORWARD_START], row[StepColumn.JOIN_END])
+    synced = max(joined, row[StepColumn.BUFFERS_END])
+    sums[SumColumn.JOIN] = elapsed(row[StepColumn.FORWARD_START], joined)
+    sums[SumColumn.BUFFERS] = elapsed(joined, synced)
+    sums[SumColumn.FORWARD] = elapsed(synced, row[StepColumn.FORWARD_END])
     sums[SumColumn.BACKWARD] = elapsed(row[StepColumn.BACKWARD_START], row[StepColumn.BACKWARD_END])
     sums[SumColumn.WAIT_AFTER_BACKWARD] = elapsed(row[StepColumn.BACKWARD_END], row[StepColumn.ALL_REDUCED])
     sums[SumColumn.COMMUNICATION] = in_flight(row)

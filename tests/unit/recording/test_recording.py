@@ -260,6 +260,17 @@ def test_the_time_of_another_wrapper_is_recorded_unless_this_one_is_in_its_own_p
         assert row[StepColumn.OTHERS] == 1
 
 
+def test_under_join_forward_and_buffers_begin_when_ranks_have_told_who_has_inputs() -> None:
+    row = [0] * row_width(1)
+    row[StepColumn.BEGIN] = row[StepColumn.FORWARD_START] = 100
+    row[StepColumn.JOIN_END], row[StepColumn.BUFFERS_END], row[StepColumn.FORWARD_END] = 150, 170, 200
+    sums = row_sums(row, next_begin=300)
+    assert [sums[each] for each in (SumColumn.JOIN, SumColumn.BUFFERS, SumColumn.FORWARD)] == [50, 20, 30]
+    row[StepColumn.BUFFERS_END] = 0
+    sums = row_sums(row, next_begin=300)
+    assert [sums[each] for each in (SumColumn.JOIN, SumColumn.BUFFERS, SumColumn.FORWARD)] == [50, 0, 50]
+
+
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:
     columns, steps = row_width(2), 60_000
     ring = PlanWriter(describe(0), PLAN, 0, unit="samples", folder=tmp_path).ring
