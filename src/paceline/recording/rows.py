@@ -67,6 +67,27 @@ class StepColumn(enum.IntEnum):
     """How many backwards the step had whose gradients were not averaged yet."""
     EVALUATIONS = enum.auto()
     """How many forwards of the wrapper without gradients there were after ``END``."""
+    LOADER_INSIDE = enum.auto()
+    """Nanoseconds in which a ``DataLoader`` was waited for, before ``END``."""
+    EVALUATION_INSIDE = enum.auto()
+    """Nanoseconds in forwards of the wrapper without gradients, before ``END``."""
+    SAVING_INSIDE = enum.auto()
+    """Nanoseconds in ``torch.save``, before ``END``."""
+    KNOWN_BEFORE_FORWARD = enum.auto()
+    """How much of the four columns that end in ``INSIDE`` was before the last forward."""
+    KNOWN_BEFORE_OPTIMIZER = enum.auto()
+    """How much of what they are for was after ``END``, and before the last optimizer's step."""
+    KNOWN_BEFORE_LOADER = enum.auto()
+    """How much of what they are for was after ``END``, and before ``LOADER_START``."""
+    OTHERS_IN_BACKWARD = enum.auto()
+    """Nanoseconds from the last bucket's ``READY`` to the end of a backward that had other wrappers in it."""
+
+
+# What may be done between the parts of a step: the nanoseconds before ``END``, and those after it.
+OTHERS_COLUMNS = (StepColumn.OTHERS_INSIDE, StepColumn.OTHERS)
+LOADER_COLUMNS = (StepColumn.LOADER_INSIDE, StepColumn.LOADER)
+EVALUATION_COLUMNS = (StepColumn.EVALUATION_INSIDE, StepColumn.EVALUATION)
+SAVING_COLUMNS = (StepColumn.SAVING_INSIDE, StepColumn.SAVING)
 
 
 # The columns of a step that are no times of the clock.
@@ -74,7 +95,9 @@ NOT_TIMES = (
     StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT, StepColumn.LOADER,
     StepColumn.EVALUATION, StepColumn.SAVING, StepColumn.OTHER_OPTIMIZERS, StepColumn.OTHERS_INSIDE,
     StepColumn.OTHERS, StepColumn.WITHOUT_INPUTS, StepColumn.OPTIMIZER,
-    StepColumn.ACCUMULATED, StepColumn.EVALUATIONS,
+    StepColumn.ACCUMULATED, StepColumn.EVALUATIONS, StepColumn.LOADER_INSIDE, StepColumn.EVALUATION_INSIDE,
+    StepColumn.SAVING_INSIDE, StepColumn.KNOWN_BEFORE_FORWARD, StepColumn.KNOWN_BEFORE_OPTIMIZER,
+    StepColumn.KNOWN_BEFORE_LOADER, StepColumn.OTHERS_IN_BACKWARD,
 )  # fmt: skip
 
 
