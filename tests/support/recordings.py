@@ -56,6 +56,7 @@ class Run:
     forward: float = 8.0
     loss: float = 0.5
     buffers: float = 0.0
+    join: float = 0.0
     backward: float = 20.0
     clipping: float = 0.1
     optimizer: float = 3.0
@@ -249,13 +250,13 @@ class _Simulation:
         row[StepColumn.STEP], row[StepColumn.COUNT], row[StepColumn.FORWARDS] = step, run.count, 1
         row[StepColumn.KIND] = run.kinds.get((step, self._ranks[place]), StepKind.ORDINARY)
         row[StepColumn.BEGIN] = row[StepColumn.FORWARD_START] = now
-        # No rank has the first rank's buffers before every rank has begun its forward.
-        row[StepColumn.BUFFERS_END] = (
-            max(self._now) + self._time("buffers", step, place) if run.buffers else 0
-        )
-        row[StepColumn.FORWARD_END] = max(now, row[StepColumn.BUFFERS_END]) + self._time(
-            "forward", step, place
-        )
+        # No rank has the others' words, or the first rank's buffers, before every rank has begun its forward.
+        told = max(self._now) + int(run.join * MS)
+        row[StepColumn.JOIN_END] = told if run.join else 0
+        row[StepColumn.BUFFERS_END] = told + self._time("buffers", step, place) if run.buffers else 0
+        row[StepColumn.FORWARD_END] = max(
+            now, row[StepColumn.JOIN_END], row[StepColumn.BUFFERS_END]
+        ) + self._time("forward", step, place)
         row[StepColumn.BACKWARD_START] = start = row[StepColumn.FORWARD_END] + self._time("loss", step, place)
         length = self._time("backward", step, place)
         row[StepColumn.BACKWARD_END] = start + length

@@ -345,6 +345,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     @untraced_with_calls
     def _fail_forward(self, error: BaseException) -> None:
         """Tell the other ranks that forward raised here, so that they do not wait for gradients."""
+        if not torch.is_grad_enabled():
+            self.recorder.evaluation_ended()
+        elif current_backward() == -1:
+            self.recorder.forward_ended()
         # Inside a backward it may be a checkpoint that has recomputed enough. If not, backward raises too.
         if self._syncs_now() and current_backward() == -1:
             try:

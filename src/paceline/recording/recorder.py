@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 from paceline.recording.audit_file import AuditWriter
 from paceline.recording.files import make_folder
 from paceline.recording.rows import (
+    EVALUATION_COLUMNS,
+    LOADER_COLUMNS,
+    OTHERS_COLUMNS,
+    SAVING_COLUMNS,
     BucketColumn,
     StepColumn,
     StepKind,
@@ -90,7 +94,7 @@ class Recorder:
         # Up to when its time is in the row; an optimizer's step may call that of its base class.
         self._optimizer_until = 0
         self._evaluation_start = 0
-        # Since when it has been in forward, backward or optimizer, or outside of all; one of them is 0.
+        # Since when it has been in one of its parts, or between them; one of them is 0, until then both.
         self._busy_since, self._free_since = 0, 0
         self._without_inputs_since = 0
         self._counted = 0
@@ -139,6 +143,7 @@ class Recorder:
             row[StepColumn.BEGIN] = now
         row[StepColumn.FORWARDS] += 1
         row[StepColumn.FORWARD_START] = now
+        row[StepColumn.KNOWN_BEFORE_FORWARD] = self._known_inside()
         row[StepColumn.BUFFERS_END] = row[StepColumn.JOIN_END] = 0
 
     def joined(self) -> None:
@@ -170,17 +175,28 @@ class Recorder:
 
     def evaluation_began(self) -> None:
         """The wrapper's forward was called without gradients."""
-        self._evaluation_start = time.monotonic_ns()
+        if not self._busy_since:  # otherwise it is inside of a part that has a name
+            self._evaluation_start = now = time.monotonic_ns()
+            self._become_busy(now)
 
     def evaluation_ended(self) -> None:
-        """That forward has returned."""
-        self._row[StepColumn.EVALUATION] += elapsed(self._evaluation_start, time.monotonic_ns())
-        self._row[StepColumn.EVALUATIONS] += 1
+        """That forward has returned, or raised."""
+        if self._evaluation_start:
+            now = time.monotonic_ns()
+            self._add_between(EVALUATION_COLUMNS, now - self._evaluation_start)
+            self._row[StepColumn.EVALUATIONS] += self._has_ended
+            self._evaluation_start = 0
+            self._become_free(now)
+
+    def accumulation_began(self) -> None:
+        """A backward has begun whose gradients are not to be averaged yet."""
+        self._become_busy(time.monotonic_ns())
 
     def accumulated(self) -> None:
-        """A backward has ended whose gradients are not averaged yet."""
+        """That backward has ended, or raised."""
         if not self._has_ended:  # otherwise it is a second backward over the forward of a step that is over
             self._row[StepColumn.ACCUMULATED] += 1
+        self._become_free(time.monotonic_ns())
 
     def backward_began(self, step: int) -> None:
         """The first sign of a synchronised backward was seen."""
@@ -211,8 +227,15 @@ class Recorder:
         self._row[_BUCKETS + bucket * len(BucketColumn) + BucketColumn.REDUCED] = time.monotonic_ns()
 
     def backward_ended(self) -> None:
-        """The last gradient was computed."""
-        self._row[StepColumn.BACKWARD_END] = time.monotonic_ns()
+        """The last gradient was computed; of a shared backward it is known already."""
+        self._row[StepColumn.BACKWARD_END] = self._row[StepColumn.BACKWARD_END] or time.monotonic_ns()
+
+    def shared_backward_ended(self) -> None:
+        """The last gradient was computed in a backward that had other wrappers in it, before or after."""
+        self.backward_ended()
+        ready = self._row[_BUCKETS + BucketColumn.READY :: len(BucketColumn)]
+        if all(ready):
+            self._row[StepColumn.OTHERS_IN_BACKWARD] = elapsed(max(ready), self._row[StepColumn.BACKWARD_END])
 
     def all_reduced(self) -> None:
         """The last bucket's reduction is complete."""
@@ -223,12 +246,11 @@ class Recorder:
         row, now = self._row, time.monotonic_ns()
         row[StepColumn.END] = now
         row[StepColumn.KIND] |= kind
-        # What was there before is of the forwards and backwards, and no part of the time after them.
-        row[StepColumn.EVALUATION] = row[StepColumn.EVALUATIONS] = 0
+        self._has_ended = True
         if self._is_in_optimizer:  # it has called forward and backward itself, in a closure
             row[StepColumn.OPTIMIZER_START] = self._optimizer_until = now
-        self._has_ended = True
-        self._become_free(now)
+        else:
+            self._become_free(now)
 
     def write(self, folder: Path | str) -> None:
         """Write what was recorded so far to a folder, for ``paceline report``."""
@@ -296,6 +318,7 @@ class Recorder:
         self._become_busy(now)
         if self._has_ended:
             self._row[StepColumn.OPTIMIZER_START] = self._row[StepColumn.OPTIMIZER_START] or now
+            self._row[StepColumn.KNOWN_BEFORE_OPTIMIZER] = self._known_after()
 
     def _leave_optimizer(self, now: int) -> None:
         self._is_in_optimizer = False
@@ -311,6 +334,7 @@ class Recorder:
 
     # Note [Time in other wrappers]. While this wrapper is in none of its parts, others may be in theirs. That
     # time is added when one of the two changes: when the other leaves its part, or when this one begins one.
+    # A forward without gradients is a part too, and a backward that only accumulates.
     def _become_busy(self, now: int) -> None:
         if len(_recorders) > 1:
             for other in list(_recorders):
@@ -327,8 +351,41 @@ class Recorder:
 
     def _add_others_time(self, now: int, since: int) -> None:
         if self._free_since:
-            column = StepColumn.OTHERS if self._has_ended else StepColumn.OTHERS_INSIDE
-            self._row[column] += now - max(since, self._free_since)
+            self._add_between(OTHERS_COLUMNS, now - max(since, self._free_since))
+
+    def _add_between(self, columns: tuple[StepColumn, StepColumn], nanoseconds: int) -> None:
+        """Add what was done between the parts of a step; before the first step it is no part of any."""
+        inside, after = columns
+        if self._row[StepColumn.BEGIN]:
+            self._row[after if self._has_ended else inside] += nanoseconds
+
+    def _known_inside(self) -> int:
+        row = self._row
+        return (
+            row[StepColumn.LOADER_INSIDE]
+            + row[StepColumn.EVALUATION_INSIDE]
+            + row[StepColumn.SAVING_INSIDE]
+            + row[StepColumn.OTHERS_INSIDE]
+        )
+
+    def _known_after(self) -> int:
+        row = self._row
+        return (
+            row[StepColumn.LOADER]
+            + row[StepColumn.EVALUATION]
+            + row[StepColumn.SAVING]
+            + row[StepColumn.OTHERS]
+        )
+
+    def _waited_for_loader(self, asked: int, now: int) -> None:
+        row = self._row
+        if self._has_ended and not row[StepColumn.LOADER_START]:
+            row[StepColumn.LOADER_START] = max(asked, self._free_since)
+            row[StepColumn.KNOWN_BEFORE_LOADER] = self._known_after()
+        self._add_between(LOADER_COLUMNS, now - max(asked, self._free_since))
+
+    def _saved(self, began: int, now: int) -> None:
+        self._add_between(SAVING_COLUMNS, now - max(began, self._free_since))
 
     def _close_row(self, now: int) -> list[int]:
         """Store the row, and begin the next one."""
@@ -378,24 +435,21 @@ def optimizer_ended(parameter_ids: Sequence[int]) -> None:
 def batch_given(asked: int) -> None:
     """A data loader has given a batch; it was asked for it at a time of the monotonic clock."""
     now = time.monotonic_ns()
-    for recorder in _between_steps():
-        row = recorder._row
-        start = max(asked, row[StepColumn.END])
-        row[StepColumn.LOADER_START] = row[StepColumn.LOADER_START] or start
-        row[StepColumn.LOADER] += now - start
+    for recorder in _between_parts():
+        recorder._waited_for_loader(asked, now)
 
 
 def state_saved(began: int) -> None:
     """``torch.save`` has returned; it was called at a time of the monotonic clock."""
     now = time.monotonic_ns()
-    for recorder in _between_steps():
-        recorder._row[StepColumn.SAVING] += now - max(began, recorder._row[StepColumn.END])
+    for recorder in _between_parts():
+        recorder._saved(began, now)
 
 
-def _between_steps() -> "list[Recorder]":
-    """The recorders whose forwards this thread calls, and that are between a step and the next forward."""
+def _between_parts() -> "list[Recorder]":
+    """The recorders whose forwards this thread calls, and that are in none of their parts."""
     thread = threading.get_ident()
-    return [each for each in list(_recorders) if each._has_ended and each._thread == thread]
+    return [each for each in list(_recorders) if each._free_since and each._thread == thread]
 
 
 def folder_from_environment() -> Path | None:

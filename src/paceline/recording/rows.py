@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence
 
 # Of the file format; a reader accepts this version only.
-VERSION = 3
+VERSION = 4
 # A new column needs a new VERSION, and a place in tools/report: step_parts, page_numbers, page/data.js.
 
 
@@ -67,6 +67,27 @@ class StepColumn(enum.IntEnum):
     """How many backwards the step had whose gradients were not averaged yet."""
     EVALUATIONS = enum.auto()
     """How many forwards of the wrapper without gradients there were after ``END``."""
+    LOADER_INSIDE = enum.auto()
+    """Nanoseconds in which a ``DataLoader`` was waited for, before ``END``."""
+    EVALUATION_INSIDE = enum.auto()
+    """Nanoseconds in forwards of the wrapper without gradients, before ``END``."""
+    SAVING_INSIDE = enum.auto()
+    """Nanoseconds in ``torch.save``, before ``END``."""
+    KNOWN_BEFORE_FORWARD = enum.auto()
+    """How much of the four columns that end in ``INSIDE`` was before the last forward."""
+    KNOWN_BEFORE_OPTIMIZER = enum.auto()
+    """How much of what they are for was after ``END``, and before the last optimizer's step."""
+    KNOWN_BEFORE_LOADER = enum.auto()
+    """How much of what they are for was after ``END``, and before ``LOADER_START``."""
+    OTHERS_IN_BACKWARD = enum.auto()
+    """Nanoseconds from the last bucket's ``READY`` to the end of a backward that had other wrappers in it."""
+
+
+# What may be done between the parts of a step: the nanoseconds before ``END``, and those after it.
+OTHERS_COLUMNS = (StepColumn.OTHERS_INSIDE, StepColumn.OTHERS)
+LOADER_COLUMNS = (StepColumn.LOADER_INSIDE, StepColumn.LOADER)
+EVALUATION_COLUMNS = (StepColumn.EVALUATION_INSIDE, StepColumn.EVALUATION)
+SAVING_COLUMNS = (StepColumn.SAVING_INSIDE, StepColumn.SAVING)
 
 
 # The columns of a step that are no times of the clock.
@@ -74,7 +95,9 @@ NOT_TIMES = (
     StepColumn.STEP, StepColumn.KIND, StepColumn.FORWARDS, StepColumn.COUNT, StepColumn.LOADER,
     StepColumn.EVALUATION, StepColumn.SAVING, StepColumn.OTHER_OPTIMIZERS, StepColumn.OTHERS_INSIDE,
     StepColumn.OTHERS, StepColumn.WITHOUT_INPUTS, StepColumn.OPTIMIZER,
-    StepColumn.ACCUMULATED, StepColumn.EVALUATIONS,
+    StepColumn.ACCUMULATED, StepColumn.EVALUATIONS, StepColumn.LOADER_INSIDE, StepColumn.EVALUATION_INSIDE,
+    StepColumn.SAVING_INSIDE, StepColumn.KNOWN_BEFORE_FORWARD, StepColumn.KNOWN_BEFORE_OPTIMIZER,
+    StepColumn.KNOWN_BEFORE_LOADER, StepColumn.OTHERS_IN_BACKWARD,
 )  # fmt: skip
 
 
@@ -112,9 +135,11 @@ class SumColumn(enum.IntEnum):
     """When that one began."""
     STEP = enum.auto()
     """From each step's begin to the next one's."""
-    FORWARD = enum.auto()
+    JOIN = enum.auto()
+    """In which the ranks told each other who has inputs, before the last forward."""
     BUFFERS = enum.auto()
-    """The part of forward that synchronised module buffers."""
+    """In which module buffers were synchronised, before that forward."""
+    FORWARD = enum.auto()
     BACKWARD = enum.auto()
     WAIT_AFTER_BACKWARD = enum.auto()
     """From the end of this rank's backward until the last bucket was reduced."""
@@ -167,8 +192,11 @@ def row_sums(row: "list[int]", *, next_begin: int) -> list[int]:
     sums[SumColumn.FIRST_STEP] = row[StepColumn.STEP]
     sums[SumColumn.START] = row[StepColumn.BEGIN]
     sums[SumColumn.STEP] = sums[SumColumn.LONGEST] = elapsed(row[StepColumn.BEGIN], next_begin)
-    sums[SumColumn.FORWARD] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.FORWARD_END])
-    sums[SumColumn.BUFFERS] = elapsed(row[StepColumn.FORWARD_START], row[StepColumn.BUFFERS_END])
+    joined = max(row[StepColumn.FORWARD_START], row[StepColumn.JOIN_END])
+    synced = max(joined, row[StepColumn.BUFFERS_END])
+    sums[SumColumn.JOIN] = elapsed(row[StepColumn.FORWARD_START], joined)
+    sums[SumColumn.BUFFERS] = elapsed(joined, synced)
+    sums[SumColumn.FORWARD] = elapsed(synced, row[StepColumn.FORWARD_END])
     sums[SumColumn.BACKWARD] = elapsed(row[StepColumn.BACKWARD_START], row[StepColumn.BACKWARD_END])
     sums[SumColumn.WAIT_AFTER_BACKWARD] = elapsed(row[StepColumn.BACKWARD_END], row[StepColumn.ALL_REDUCED])
     sums[SumColumn.COMMUNICATION] = in_flight(row)

@@ -1,6 +1,7 @@
 """What the recorder records of real steps."""
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
 from paceline.recording.reader import PlanRecording, read_recording
+from paceline.recording.recorder import batch_given
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, SumColumn
 from paceline.testing import RankPool
 
@@ -123,3 +125,30 @@ def test_accumulation_lost_steps_and_steps_without_inputs_are_recorded(
     assert [row[StepColumn.KIND] for row in second.rows] == [0, StepKind.LOST, 0, 0, 0]
     assert [row[StepColumn.KIND] for row in first.rows] == [0, StepKind.LOST, 0, 0, StepKind.NO_INPUTS]
     assert [row[StepColumn.STEP] for row in first.rows] == [row[StepColumn.STEP] for row in second.rows]
+
+
+def fail_without_step(_: int, folder: Path) -> None:
+    ddp, optimizer = wrap()
+    step(ddp, optimizer)
+    for kind in ("forward", "forward without gradients", "backward"):
+        step(ddp, optimizer)
+        with contextlib.suppress(ZeroDivisionError), ddp.no_sync():
+            with torch.set_grad_enabled(kind != "forward without gradients"):
+                loss = ddp(torch.randn(5, 8), fail=kind != "backward")
+            loss.register_hook(lambda _: 1 / 0)
+            loss.backward()
+        asked = time.monotonic_ns()
+        time.sleep(0.001)
+        batch_given(asked)
+    step(ddp, optimizer)
+    ddp.recorder.write(folder)
+
+
+def test_what_follows_an_error_is_recorded_though_no_step_was_lost(pair: RankPool, tmp_path: Path) -> None:
+    pair.run(fail_without_step, tmp_path)
+    for recording in second_plans(tmp_path):
+        waits = [(row[StepColumn.LOADER], row[StepColumn.LOADER_INSIDE]) for row in recording.rows]
+        # The forward is of the second of these steps, the backward of the last one.
+        assert [(after > 0, inside > 0) for after, inside in waits] == [
+            (False, False), (True, True), (False, False), (False, True),
+        ]  # fmt: skip

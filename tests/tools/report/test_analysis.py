@@ -48,6 +48,8 @@ def test_the_parts_of_a_step_are_those_that_it_had(analysed: Analyse) -> None:
             "after optimizer": 0,
             "DataLoader": 0,
             "other wrappers": 0,
+            "forward without gradients": 0,
+            "torch.save": 0,
             "pauses": 0,
         },
         abs=0.02,

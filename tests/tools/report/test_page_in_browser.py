@@ -257,7 +257,7 @@ def test_texts_have_enough_contrast(driver: WebDriver, written: Path) -> None:
           probe.style.color = `var(--${name})`;
           return light(getComputedStyle(probe).color);
         };
-        for (let i = 0; i < 16; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
+        for (let i = 0; i < 18; i++) check(variable(`ink-${i}`), variable(`part-${i}`), `part ${i}`);
         check(variable("bucket-ink"), variable("bucket"), "bucket");
         check(variable("muted"), variable("panel"), "axis");
         check(variable("alarm"), variable("panel"), "straggler");

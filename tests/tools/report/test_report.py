@@ -136,6 +136,14 @@ def test_a_trace_has_ranks_as_processes_on_one_clock(tmp_path: Path) -> None:
     assert_nothing_overlaps(slices)
 
 
+def test_in_a_trace_buffers_and_forward_begin_when_the_exchange_of_join_ends(tmp_path: Path) -> None:
+    write(Run(ranks=1, steps=3, join=6, buffers=2), tmp_path / "run")
+    paceline(tmp_path / "run", "--trace", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lengths = [(each["name"], each["dur"]) for each in events if each["ph"] == "X"][:3]
+    assert lengths == [("waiting in join", 6000), ("buffer sync", 2000), ("forward", 8000)]
+
+
 def assert_nothing_overlaps(slices: list[dict[str, object]]) -> None:
     """On one thread a slice is inside another one or after it."""
     threads: dict[object, list[tuple[float, float]]] = {}
@@ -280,7 +288,7 @@ def damage(folder: Path, kind: str) -> None:
         ("without its rows", "damaged"),
         (
             "of another version",
-            "another version of paceline (recording's format: 999, format that this version reads: 3",
+            "another version of paceline (recording's format: 999, format that this version reads: 4",
         ),
         ("half described", "not the description of a recording"),
         ("of something else", "not the description of a recording"),

@@ -23,6 +23,8 @@ from paceline.recording.rows import StepColumn
 from paceline.testing import RankPool
 from paceline.tools.main import main
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
+from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.wall_time import rank_wall_times, step_overlays
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 STEPS = 13
@@ -50,8 +52,11 @@ class Critic(Net):
 class SlowItems(Dataset[Tensor]):
     """Takes its time for each item."""
 
+    def __init__(self, length: int = STEPS) -> None:
+        self._length = length
+
     def __len__(self) -> int:
-        return STEPS
+        return self._length
 
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(SHORT)
@@ -151,6 +156,14 @@ class Loop:
                     time.sleep(SHORT)
             self.step()
 
+    def accumulation_of_batches(self) -> None:
+        batches = iter(DataLoader(SlowItems(20 * STEPS)))
+        for number in range(2 * STEPS):
+            with self.ddp.no_sync():
+                for _ in range((0, 0, 1, 8)[number % 4]):
+                    self.ddp(next(batches)).backward()
+            self.step(next(batches))
+
     def evaluation_with_gradients(self) -> None:
         for number in range(STEPS):
             self.step()
@@ -183,6 +196,45 @@ class Loop:
             self.step()
             optimizer.zero_grad()
             critic(batch()).backward()
+            optimizer.step()
+        critic.recorder.close()
+
+    def forward_without_gradients(self) -> None:
+        teacher = DistributedDataParallel(Critic(SHORT))
+        for _ in range(STEPS):
+            with torch.no_grad():
+                teacher(batch())
+            self.step()
+
+    def loader_between_backwards(self) -> None:
+        for number, x in enumerate(DataLoader(SlowItems(4 * STEPS))):
+            if number % 4 < 3:
+                with self.ddp.no_sync():
+                    self.ddp(x).backward()
+            else:
+                self.ddp(x).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def loader_before_backward(self) -> None:
+        for x in DataLoader(SlowItems()):
+            self.optimizer.zero_grad()
+            loss = self.ddp(batch())
+            (loss * next(iter(DataLoader(SlowItems())))[0, 0]).backward()
+            self.optimizer.step()
+            del x
+
+    def shared_backward(self) -> None:
+        """The critic's gradients come first, then the other's; rank 1 takes longer for these."""
+        critic = DistributedDataParallel(Critic())
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            self.optimizer.zero_grad()
+            made = self.ddp(batch())
+            made.register_hook(lambda _: time.sleep(SHORT * (1 + self.rank)))
+            critic(batch() * made).backward()
+            self.optimizer.step()
             optimizer.step()
         critic.recorder.close()
 
@@ -241,7 +293,8 @@ def wall_ms(timeline: RankTimeline) -> float:
 
 KINDS = [
     "evaluation", "checkpoint", "bursts", "other_model", "join", "two_wrappers", "closure", "clipping",
-    "loader", "two_optimizers",
+    "loader", "two_optimizers", "forward_without_gradients", "loader_between_backwards",
+    "loader_before_backward", "shared_backward",
 ]  # fmt: skip
 
 
@@ -297,6 +350,12 @@ def test_more_backwards_than_usual_that_accumulate_are_no_pause(recorded: Record
     assert found.parts["gradient accumulation"] > SHORT * 1000 * 9 / 4 * 0.8
 
 
+def test_more_batches_than_usual_for_an_accumulation_are_no_pause(recorded: Recorded) -> None:
+    [(_, found)] = recorded("accumulation_of_batches")
+    assert found.pauses == []
+    assert found.parts["DataLoader"] > SHORT * 1000 * 13 / 4 * 0.8
+
+
 def test_what_follows_join_is_no_wait(recorded: Recorded) -> None:
     [(_, found)] = recorded("after_join")
     assert all(rank.parts["waiting in join"] < PAUSE * 100 for rank in found.ranks)
@@ -315,6 +374,55 @@ def test_the_time_of_another_wrapper_is_named(recorded: Recorded) -> None:
     by_module = {run.module: analysis for run, analysis in recorded("two_wrappers")}
     assert by_module["Net"].parts["other wrappers"] > SHORT * 800
     assert by_module["Critic"].parts["forward"] > SHORT * 800
+
+
+def test_a_forward_without_gradients_of_another_wrapper_is_named(recorded: Recorded) -> None:
+    [(_, found)] = recorded("forward_without_gradients")
+    assert found.parts["other wrappers"] > SHORT * 800
+    assert found.parts["data loading and other"] < SHORT * 500
+
+
+def test_a_data_loader_between_backwards_that_accumulate_is_no_accumulation(recorded: Recorded) -> None:
+    [(_, found)] = recorded("loader_between_backwards")
+    assert found.parts["DataLoader"] > 4 * SHORT * 800
+    assert found.parts["gradient accumulation"] < SHORT * 500
+    assert "data" in [each.kind for each in found.suggestions]
+
+
+def test_a_data_loader_between_forward_and_backward_is_no_loss(recorded: Recorded) -> None:
+    [(_, found)] = recorded("loader_before_backward")
+    assert found.parts["DataLoader"] > 2 * SHORT * 800
+    assert found.parts["loss"] < SHORT * 500
+
+
+@pytest.mark.parametrize(
+    ("kind", "since"),
+    [
+        ("loader_between_backwards", StepColumn.BEGIN),
+        ("loader_before_backward", StepColumn.FORWARD_END),
+    ],
+)
+def test_a_data_loader_inside_of_a_step_is_drawn_there(
+    recorded: Recorded, kind: str, since: StepColumn
+) -> None:
+    [(run, _)] = recorded(kind)
+    for timeline, wall in zip(run.timelines, rank_wall_times(run), strict=True):
+        for row, drawn in enumerate(step_overlays(timeline, wall)):
+            if not wall.times[StepPart.PAUSE][row]:  # as there may be on a busy machine
+                loaders = [each for each in drawn if each.part is StepPart.LOADER]
+                [own] = [each for each in loaders if each.start == timeline[since][row]]
+                assert own.nanoseconds > SHORT * 800e6
+
+
+def test_a_backward_has_neither_another_wrappers_gradients_nor_its_wait_for_other_ranks(
+    recorded: Recorded,
+) -> None:
+    by_module = {run.module: analysis for run, analysis in recorded("shared_backward")}
+    for rank, own in enumerate(by_module["Critic"].ranks):
+        assert own.parts["backward"] < SHORT * 500
+        assert own.parts["other wrappers"] > SHORT * 800 * (1 + rank)
+    early, _ = by_module["Critic"].ranks
+    assert early.parts["waiting for the slowest rank"] > SHORT * 800
 
 
 def test_forward_and_backward_in_a_closure_leave_the_rest_to_the_optimizer(recorded: Recorded) -> None:
@@ -491,6 +599,18 @@ def test_another_wrapper_that_usually_works_may_take_longer_once(tmp_path: Path)
     assert analysed(Run(ranks=1, steps=60, pauses=[often, once]), tmp_path / "both").pauses == []
     found = analysed(Run(ranks=1, steps=60, pauses=[once]), tmp_path / "once")
     assert [each.cause for each in found.pauses] == ["another wrapper"]
+
+
+@pytest.mark.parametrize(
+    ("column", "part"),
+    [(StepColumn.SAVING, "torch.save"), (StepColumn.EVALUATION, "forward without gradients")],
+)
+def test_what_is_too_short_for_a_pause_has_a_name(tmp_path: Path, column: StepColumn, part: str) -> None:
+    # Usual steps of 35.8 ms.
+    found = analysed(Run(ranks=1, steps=60, pauses=[PauseEvery(0, 34, 2, column)]), tmp_path)
+    assert found.pauses == []
+    assert found.parts[part] == pytest.approx(34 * 29 / 59, abs=0.1)
+    assert found.parts["data loading and other"] == pytest.approx(2, abs=0.1)
 
 
 def test_waiting_in_join_comes_first_if_it_is_most(tmp_path: Path) -> None:

@@ -36,9 +36,14 @@ class StandIn:
         self.is_launched = False
         self.is_nested = False
         self.unraised: BaseException | None = None
+        # What had been done to all when its backward ended; None if it had the backward for itself.
+        self.ended_after: list[str] | None = None
         self._log = log
         self._fails = fails
         self._is_manual = is_manual
+
+    def end_shared_backward(self) -> None:
+        self.ended_after = [*self._log]
 
     def finish(self) -> None:
         self._note("finish")
@@ -116,6 +121,16 @@ def test_reducers_finish_in_the_order_in_which_they_were_made() -> None:
     turns = group_of(first, second)
     backward(begin(turns, second), lambda: log.append("between"), begin(turns, first))
     assert log == ["between", "first finish", "second finish", "first follow_up", "second follow_up"]
+
+
+def test_a_backward_that_several_share_ends_for_all_before_the_first_finishes() -> None:
+    log: list[str] = []
+    first, second, alone = (StandIn(name, log) for name in ("first", "second", "alone"))
+    turns = group_of(first, second, alone)
+    backward(begin(turns, second, first))
+    assert first.ended_after == second.ended_after == []
+    backward(begin(turns, alone))
+    assert alone.ended_after is None
 
 
 def test_only_those_at_work_finish_and_only_those_in_sync_follow_up() -> None:

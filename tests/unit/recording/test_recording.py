@@ -144,7 +144,6 @@ def test_what_happens_between_steps_is_recorded_with_the_step_before(tmp_path: P
     run(recorder, 2)
     recorder.evaluation_began()
     recorder.evaluation_ended()
-    batch_given(recorder._row[StepColumn.OPTIMIZER_END] + 1)
     batch_given(0)
     state_saved(0)
     run(recorder, 1)
@@ -153,13 +152,44 @@ def test_what_happens_between_steps_is_recorded_with_the_step_before(tmp_path: P
     row = recording.rows[1]
     # As it is in every step of ``run``, an optimizer of other parameters stepped.
     assert [each[StepColumn.OTHER_OPTIMIZERS] for each in recording.rows] == [1, 1, 1]
-    assert (row[StepColumn.EVALUATION], row[StepColumn.LOADER_START]) == (
-        1,
-        row[StepColumn.OPTIMIZER_END] + 1,
-    )
-    # Since the end of the step at most: 5 and 9 ticks of the clock, of which the first batch took 4.
-    assert row[StepColumn.SAVING] > row[StepColumn.LOADER] - 4 > 0
+    assert (row[StepColumn.EVALUATION], row[StepColumn.EVALUATIONS]) == (1, 1)
+    # Since the end of the evaluation at most, however early it was asked for.
+    assert (row[StepColumn.LOADER], row[StepColumn.SAVING]) == (1, 2)
+    assert row[StepColumn.LOADER_START] > row[StepColumn.OPTIMIZER_END]
+    assert row[StepColumn.KNOWN_BEFORE_LOADER] == 1
     assert not any(recording.rows[0][column] for column in (StepColumn.EVALUATION, StepColumn.LOADER))
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_happens_inside_of_a_step_is_recorded_with_its_place(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    batch_given(0)  # before the first step there is none that it could be in
+    for step in range(2):
+        recorder.forward_began()
+        recorder.forward_ended()
+        recorder.accumulation_began()
+        recorder.accumulated()
+        batch_given(0)
+        recorder.forward_began()
+        recorder.forward_ended()
+        state_saved(0)
+        recorder.evaluation_began()
+        recorder.evaluation_ended()
+        recorder.backward_began(step)
+        recorder.step_ended()
+        state_saved(0)
+        optimizer_began([7])
+        optimizer_ended([7])
+        batch_given(0)
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    inside = (StepColumn.LOADER_INSIDE, StepColumn.SAVING_INSIDE, StepColumn.EVALUATION_INSIDE)
+    after = (StepColumn.LOADER, StepColumn.SAVING, StepColumn.EVALUATION, StepColumn.EVALUATIONS)
+    for row in recording.rows:
+        assert [row[column] for column in inside] == [1, 1, 1]
+        assert [row[column] for column in after] == [1, 1, 0, 0]
+        assert row[StepColumn.KNOWN_BEFORE_FORWARD] == 1
+        assert (row[StepColumn.KNOWN_BEFORE_OPTIMIZER], row[StepColumn.KNOWN_BEFORE_LOADER]) == (1, 1)
 
 
 @pytest.mark.usefixtures("clock")
@@ -258,6 +288,79 @@ def test_the_time_of_another_wrapper_is_recorded_unless_this_one_is_in_its_own_p
     for row in recording.rows[1:]:  # in the first step, writing the description also reads the clock
         assert row[StepColumn.OTHERS_INSIDE] == 1
         assert row[StepColumn.OTHERS] == 1
+
+
+@pytest.mark.usefixtures("clock")
+def test_forwards_without_gradients_and_backwards_that_accumulate_are_parts_for_other_wrappers(
+    tmp_path: Path,
+) -> None:
+    one, other = new_recorder(tmp_path / "one"), Recorder([9], describe=describe, folder=tmp_path / "other")
+    other.evaluation_began()
+    other.evaluation_ended()  # before the first step of the one
+    for step in range(3):
+        one.forward_began()
+        one.forward_ended()
+        other.evaluation_began()
+        other.evaluation_ended()
+        one.backward_began(step)
+        one.step_ended()
+        other.forward_began()
+        other.forward_ended()
+        other.accumulation_began()
+        other.accumulated()
+    one.close()
+    [recording] = read_recording(tmp_path / "one")
+    for row in recording.rows:
+        assert row[StepColumn.OTHERS_INSIDE] == 1
+        assert row[StepColumn.OTHERS] == 2
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_forward_without_gradients_inside_of_an_optimizer_is_part_of_that(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    optimizer_began([7])
+    recorder.forward_began()
+    recorder.forward_ended()
+    recorder.backward_began(0)
+    recorder.step_ended()
+    recorder.evaluation_began()
+    recorder.evaluation_ended()
+    optimizer_ended([7])
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    row = recording.rows[0]
+    assert (row[StepColumn.OPTIMIZER], row[StepColumn.EVALUATION]) == (1, 0)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_shared_backward_ends_before_the_first_wrapper_waits_for_other_ranks(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    for step in range(2):
+        recorder.forward_began()
+        recorder.forward_ended()
+        recorder.backward_began(step)
+        for bucket in range(2 if step else 1):  # of the first step's second bucket, nothing is known yet
+            recorder.ready(bucket, 1 - bucket)
+        recorder.shared_backward_ended()
+        recorder.backward_ended()
+        recorder.step_ended()
+    recorder.close()
+    [recording] = read_recording(tmp_path)
+    first, second = recording.rows
+    for row in recording.rows:
+        assert row[StepColumn.END] - row[StepColumn.BACKWARD_END] == 1
+    assert (first[StepColumn.OTHERS_IN_BACKWARD], second[StepColumn.OTHERS_IN_BACKWARD]) == (0, 1)
+
+
+def test_under_join_forward_and_buffers_begin_when_ranks_have_told_who_has_inputs() -> None:
+    row = [0] * row_width(1)
+    row[StepColumn.BEGIN] = row[StepColumn.FORWARD_START] = 100
+    row[StepColumn.JOIN_END], row[StepColumn.BUFFERS_END], row[StepColumn.FORWARD_END] = 150, 170, 200
+    sums = row_sums(row, next_begin=300)
+    assert [sums[each] for each in (SumColumn.JOIN, SumColumn.BUFFERS, SumColumn.FORWARD)] == [50, 20, 30]
+    row[StepColumn.BUFFERS_END] = 0
+    sums = row_sums(row, next_begin=300)
+    assert [sums[each] for each in (SumColumn.JOIN, SumColumn.BUFFERS, SumColumn.FORWARD)] == [50, 0, 50]
 
 
 def test_memory_is_bounded_and_sums_cover_every_step(tmp_path: Path) -> None:

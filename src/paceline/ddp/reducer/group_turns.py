@@ -59,6 +59,9 @@ class TakesTurns(Protocol):
     def is_nested(self) -> bool:
         """Whether another wrapper averages the same gradients, perhaps in another group."""
 
+    def end_shared_backward(self) -> None:
+        """Note when a backward ended that other reducers took part in."""
+
     def finish(self) -> None:
         """End its part of a backward: average the gradients or launch them, if it is syncing."""
 
@@ -232,6 +235,9 @@ class GroupTurns:
         at_work = self._in_order(self._at_work.pop(backward))
         if any(reducer.is_syncing for reducer in at_work):
             self._expected.clear()
+        if len(at_work) > 1:
+            for reducer in at_work:  # before the first of them waits for other ranks
+                reducer.end_shared_backward()
         for reducer in at_work:
             is_syncing = reducer.is_syncing
             if is_syncing:

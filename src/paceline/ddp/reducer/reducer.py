@@ -286,6 +286,8 @@ class Reducer:
                 self.context.parameters.begin_backward()
                 self.grad_hooks.expect()
                 self._phase = Phase.ACCUMULATING
+                if not synced:
+                    self.recorder.accumulation_began()
                 if self.is_weighted:
                     self.accumulation.weights.begin()
             if synced and self._phase is Phase.ACCUMULATING:
@@ -353,6 +355,11 @@ class Reducer:
         if self.is_launched:
             self.finalize()
         self.follow_up()
+
+    def end_shared_backward(self) -> None:
+        """A backward has ended that other reducers took part in; some of them may finish before this one."""
+        if self.is_syncing:
+            self.recorder.shared_backward_ended()
 
     def finish(self) -> None:
         """Backward has ended: average the gradients, or launch them; raise and drop them if it cannot."""
@@ -470,6 +477,7 @@ class Reducer:
         self.last_error = refused or f"an exception in backward of step {self.step_number}"
         if self._phase is Phase.ACCUMULATING:
             self._become_idle()
+            self.recorder.accumulated()
 
     def weigh(self, weight: float) -> contextlib.AbstractContextManager[None]:
         """Count what backward adds inside by a weight."""

@@ -19,15 +19,21 @@ _THREADS = 64
 
 Event = dict[str, Any]
 
+# Of several times at which a part may begin, the latest counts.
 _PARTS = (
-    (StepPart.ACCUMULATION, _COMPUTE, StepColumn.BEGIN, StepColumn.FORWARD_START),
-    (StepPart.JOIN, _COMPUTE, StepColumn.FORWARD_START, StepColumn.JOIN_END),
-    (StepPart.BUFFERS, _COMPUTE, StepColumn.FORWARD_START, StepColumn.BUFFERS_END),
-    (StepPart.FORWARD, _COMPUTE, StepColumn.FORWARD_START, StepColumn.FORWARD_END),
-    (StepPart.BACKWARD, _COMPUTE, StepColumn.BACKWARD_START, StepColumn.BACKWARD_END),
-    ("waiting for buckets", _COMPUTE, StepColumn.BACKWARD_END, StepColumn.ALL_REDUCED),
-    (StepPart.GRAD_ASSIGNMENT, _COMPUTE, StepColumn.ALL_REDUCED, StepColumn.END),
-    (StepPart.OPTIMIZER, _OPTIMIZER, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END),
+    (StepPart.ACCUMULATION, _COMPUTE, [StepColumn.BEGIN], StepColumn.FORWARD_START),
+    (StepPart.JOIN, _COMPUTE, [StepColumn.FORWARD_START], StepColumn.JOIN_END),
+    (StepPart.BUFFERS, _COMPUTE, [StepColumn.FORWARD_START, StepColumn.JOIN_END], StepColumn.BUFFERS_END),
+    (
+        StepPart.FORWARD,
+        _COMPUTE,
+        [StepColumn.FORWARD_START, StepColumn.JOIN_END, StepColumn.BUFFERS_END],
+        StepColumn.FORWARD_END,
+    ),
+    (StepPart.BACKWARD, _COMPUTE, [StepColumn.BACKWARD_START], StepColumn.BACKWARD_END),
+    ("waiting for buckets", _COMPUTE, [StepColumn.BACKWARD_END], StepColumn.ALL_REDUCED),
+    (StepPart.GRAD_ASSIGNMENT, _COMPUTE, [StepColumn.ALL_REDUCED], StepColumn.END),
+    (StepPart.OPTIMIZER, _OPTIMIZER, [StepColumn.OPTIMIZER_START], StepColumn.OPTIMIZER_END),
 )
 
 
@@ -89,8 +95,9 @@ def _meta(kind: str, pid: int, thread: int, name: str) -> Event:
 def _timeline_events(run: WrapperRun, timeline: RankTimeline, last: int, start: int) -> Iterator[Event]:
     for row in range(max(0, len(timeline) - last), len(timeline)):
         common = {"pid": timeline.rank, "args": {"step": timeline[StepColumn.STEP][row]}}
-        for name, thread, begin, end in _PARTS:
-            yield from _slice(name, thread, timeline[begin][row], timeline[end][row], start, common)
+        for name, thread, begins, end in _PARTS:
+            begin = max(timeline[each][row] for each in begins)
+            yield from _slice(name, thread, begin, timeline[end][row], start, common)
         yield from _bucket_events(run, timeline, row, start)
 
 

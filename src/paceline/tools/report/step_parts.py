@@ -4,7 +4,16 @@ import enum
 import statistics
 from collections.abc import Mapping, Sequence
 
-from paceline.recording.rows import BucketColumn, StepColumn, StepKind, elapsed
+from paceline.recording.rows import (
+    EVALUATION_COLUMNS,
+    LOADER_COLUMNS,
+    OTHERS_COLUMNS,
+    SAVING_COLUMNS,
+    BucketColumn,
+    StepColumn,
+    StepKind,
+    elapsed,
+)
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 # Figures of buckets are taken from about this many steps, spread over the timeline.
@@ -32,7 +41,7 @@ class StepPart(enum.StrEnum):
     """Between the end of backward and an optimizer's step: clipping of gradients, for example."""
     OPTIMIZER = "optimizer"
     DATA = "data loading and other"
-    """Before the next forward; if a ``DataLoader`` is used, without it and what was before it."""
+    """What is left before the next forward."""
     JOIN = "waiting in join"
     """Ranks tell each other at the start of forward who has inputs; those without inputs wait for others."""
     AFTER_OPTIMIZER = "after optimizer"
@@ -41,8 +50,21 @@ class StepPart(enum.StrEnum):
     """Waiting for a batch of torch's ``DataLoader``."""
     OTHER_WRAPPERS = "other wrappers"
     """Forward, backward and optimizer of other wrappers, between the parts of this one."""
+    EVALUATION = "forward without gradients"
+    """Forwards of this wrapper under ``torch.no_grad``."""
+    SAVING = "torch.save"
+    """In the thread that calls forward."""
     PAUSE = "pauses"
     """Time beyond the usual; see Note [Pauses]."""
+
+
+# What is done between other parts of a step, with its columns: before the step's end, and after it.
+BETWEEN_PARTS: Mapping[StepPart, tuple[StepColumn, StepColumn]] = {
+    StepPart.OTHER_WRAPPERS: OTHERS_COLUMNS,
+    StepPart.EVALUATION: EVALUATION_COLUMNS,
+    StepPart.SAVING: SAVING_COLUMNS,
+    StepPart.LOADER: LOADER_COLUMNS,
+}
 
 
 def place(part: str) -> str:
@@ -106,27 +128,73 @@ def _parts(row: Sequence[int], step_time: int, last_backward_ends: Mapping[int, 
     rest = max(0, step_time - sum(spent.values()))
     without_inputs = min(max(0, row[StepColumn.WITHOUT_INPUTS]), rest)
     spent[StepPart.JOIN] += without_inputs
-    return _with_others(spent, row, rest - without_inputs)
+    return _with_between(spent, row, rest - without_inputs)
 
 
-def _with_others(spent: dict[StepPart, int], row: Sequence[int], rest: int) -> dict[StepPart, int]:
-    """The parts, with what was done between them: other wrappers, data, and what is left of the step."""
-    inside, others = max(0, row[StepColumn.OTHERS_INSIDE]), max(0, row[StepColumn.OTHERS])
-    in_loss = min(inside, spent[StepPart.LOSS])
-    in_accumulation = min(inside - in_loss, spent[StepPart.ACCUMULATION])
-    between = min(others, rest)
-    before_optimizer = min(others - between, spent[StepPart.BEFORE_OPTIMIZER])
-    loader = min(max(0, row[StepColumn.LOADER]), rest - between)
+class BetweenTimes:
+    """What one step has of ``BETWEEN_PARTS``, by the part that it was in the middle of.
+
+    Args:
+        row: the step's row.
+
+    Attributes:
+        before_forward: nanoseconds in the middle of gradient accumulation.
+        in_loss: in the middle of the loss.
+        before_optimizer: before the last optimizer's step.
+        after_optimizer: between the optimizer's step and the first question for a batch.
+        last: after the optimizer.
+        inside: nanoseconds of each part before the step's end.
+        after: the same after it.
+    """
+
+    def __init__(self, row: Sequence[int]) -> None:
+        self.inside = {part: max(0, row[inside]) for part, (inside, _) in BETWEEN_PARTS.items()}
+        self.after = {part: max(0, row[after]) for part, (_, after) in BETWEEN_PARTS.items()}
+        inside, after = sum(self.inside.values()), sum(self.after.values())
+        self.before_forward = _limited(row[StepColumn.KNOWN_BEFORE_FORWARD], inside)
+        self.in_loss = inside - self.before_forward
+        self.before_optimizer = _limited(row[StepColumn.KNOWN_BEFORE_OPTIMIZER], after)
+        self.last = after - self.before_optimizer
+        self.after_optimizer = _limited(
+            row[StepColumn.KNOWN_BEFORE_LOADER] - self.before_optimizer, self.last
+        )
+
+
+def _limited(value: int, most: int) -> int:
+    return min(max(0, value), most)
+
+
+def at_most(most: int, times: Mapping[StepPart, int]) -> dict[StepPart, int]:
+    """The times of some parts, cut to what they may have together; the longest is taken first."""
+    found: dict[StepPart, int] = {}
+    for part, time in sorted(times.items(), key=lambda each: -each[1]):
+        found[part] = min(time, most)
+        most -= found[part]
+    return found
+
+
+def _with_between(spent: dict[StepPart, int], row: Sequence[int], rest: int) -> dict[StepPart, int]:
+    """The parts, with what was done between them, and what is left of the step."""
+    known = BetweenTimes(row)
+    in_backward = _limited(row[StepColumn.OTHERS_IN_BACKWARD], spent[StepPart.BACKWARD])
+    in_accumulation = min(known.before_forward, spent[StepPart.ACCUMULATION])
+    in_loss = min(known.in_loss, spent[StepPart.LOSS])
+    before_optimizer = min(known.before_optimizer, spent[StepPart.BEFORE_OPTIMIZER])
+    last = min(known.last, rest)
+    inside = at_most(in_accumulation + in_loss, known.inside)
+    after = at_most(before_optimizer + last, known.after)
     since = max(row[StepColumn.END], row[StepColumn.OPTIMIZER_END])
-    after = min(max(0, elapsed(since, row[StepColumn.LOADER_START]) - between), rest - between - loader)
-    return spent | {
-        StepPart.LOSS: spent[StepPart.LOSS] - in_loss,
-        StepPart.ACCUMULATION: spent[StepPart.ACCUMULATION] - in_accumulation,
-        StepPart.BEFORE_OPTIMIZER: spent[StepPart.BEFORE_OPTIMIZER] - before_optimizer,
-        StepPart.OTHER_WRAPPERS: in_loss + in_accumulation + between + before_optimizer,
-        StepPart.LOADER: loader,
-        StepPart.AFTER_OPTIMIZER: after,
-        StepPart.DATA: rest - between - loader - after,
+    until_loader = elapsed(since, row[StepColumn.LOADER_START]) - known.after_optimizer
+    after_optimizer = _limited(until_loader, rest - last)
+    found = spent | {part: inside[part] + after[part] for part in BETWEEN_PARTS}
+    found[StepPart.ACCUMULATION] -= in_accumulation
+    found[StepPart.LOSS] -= in_loss
+    found[StepPart.BACKWARD] -= in_backward
+    found[StepPart.OTHER_WRAPPERS] += in_backward
+    found[StepPart.BEFORE_OPTIMIZER] -= before_optimizer
+    return found | {
+        StepPart.AFTER_OPTIMIZER: after_optimizer,
+        StepPart.DATA: rest - last - after_optimizer,
     }
 
 

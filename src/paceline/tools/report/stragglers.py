@@ -193,7 +193,7 @@ def _delays_in_sums(run: WrapperRun) -> tuple[list[tuple[int, int]], list[list[i
     waits = [
         {
             (each[SumColumn.FIRST_STEP], each[SumColumn.STEPS]): (
-                (each[SumColumn.BUFFERS] + each[SumColumn.WAIT_AFTER_BACKWARD])
+                (each[SumColumn.JOIN] + each[SumColumn.BUFFERS] + each[SumColumn.WAIT_AFTER_BACKWARD])
                 // max(1, each[SumColumn.STEPS])
             )
             for each in timeline.sums

@@ -12,8 +12,9 @@ from paceline.tools.report.wrapper_runs import WrapperRun
 
 _TIMES = (
     SumColumn.STEP,
-    SumColumn.FORWARD,
+    SumColumn.JOIN,
     SumColumn.BUFFERS,
+    SumColumn.FORWARD,
     SumColumn.BACKWARD,
     SumColumn.WAIT_AFTER_BACKWARD,
     SumColumn.COMMUNICATION,

@@ -6,7 +6,7 @@ from paceline.tools.report.step_parts import StepPart
 
 _PARTS: Mapping[StepPart, str] = {
     StepPart.ACCUMULATION: "earlier forward and backward passes of the same step, whose gradients are not "
-    "averaged yet",
+    "averaged yet, with what is between them and has no other name",
     StepPart.BUFFERS: "ranks get rank 0's module buffers, such as the running averages of BatchNorm, before "
     "forward; a rank that is early waits here",
     StepPart.FORWARD: "the module's forward",
@@ -28,7 +28,9 @@ _PARTS: Mapping[StepPart, str] = {
     StepPart.LOADER: "waiting for a batch of torch's DataLoader, or for its workers to start, in the "
     "thread that calls forward",
     StepPart.OTHER_WRAPPERS: "forward, backward and optimizer of other wrappers, between the parts of this "
-    "one",
+    "one; in a backward that several share, what follows this one's last bucket",
+    StepPart.EVALUATION: "the wrapper's forward under torch.no_grad: evaluation, or inputs of another module",
+    StepPart.SAVING: "torch's function, in the thread that calls forward: saving a checkpoint, for example",
     StepPart.PAUSE: "time outside of forward, backward and optimizer that exceeds the usual by more than a "
     "whole step",
 }

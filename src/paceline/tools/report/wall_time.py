@@ -5,11 +5,11 @@ The wall time of a rank is from the begin of its first recorded step to the end 
 Note [Pauses]. Between its steps, and between the parts of a step, a rank does what the wrapper does not see.
 The usual time that it takes for that is the first quartile of all steps, because steps may come in bursts.
 What exceeds it in one step is a pause, if it is longer than a whole usual step. Another wrapper that works in
-every step does not pause this one, nor do forwards and backwards that accumulate gradients. A
-loss takes longer for a larger batch, as forward and backward do. So it is compared with the third quartile of
-steps of about the same forward and backward, and has to exceed it by more than these. If another rank waits
-for a rank that pauses, that wait is a pause too, for at most as long as that rank's. The time in which ranks
-are replaced is also one.
+every step does not pause this one, nor do forwards and backwards that accumulate gradients, nor the batches
+for more of them than usual. A loss takes longer for a larger batch, as forward and backward do. So it is
+compared with the third quartile of steps of about the same forward and backward, and has to exceed it by more
+than these. If another rank waits for a rank that pauses, that wait is a pause too, for at most as long as
+that rank's. The time in which ranks are replaced is also one.
 """
 
 import enum
@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 
 from paceline.recording.rows import StepColumn, StepKind, elapsed
 from paceline.tools.formatting import rank_list
-from paceline.tools.report.step_parts import PartTimes, StepPart, quartiles, rank_part_times
+from paceline.tools.report.step_parts import (
+    BETWEEN_PARTS,
+    BetweenTimes,
+    PartTimes,
+    StepPart,
+    at_most,
+    quartiles,
+    rank_part_times,
+)
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 _LEAST = 1_000_000  # nanoseconds
@@ -28,22 +36,15 @@ _MATTERS = 0.1
 # What a rank does by itself, outside of forward, backward and optimizer.
 _OUTSIDE = (
     StepPart.ACCUMULATION, StepPart.LOSS, StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER,
-    StepPart.LOADER, StepPart.OTHER_WRAPPERS, StepPart.DATA,
+    *BETWEEN_PARTS, StepPart.DATA,
 )  # fmt: skip
 _WAITS = (StepPart.JOIN, StepPart.BUFFERS, StepPart.WAITING)
 
 # From so many steps of one size, their usual loss is known.
 _FEWEST_ALIKE = 4
 
-# What tells the causes of pauses.
-_COUNTS = (
-    StepColumn.EVALUATIONS,
-    StepColumn.EVALUATION,
-    StepColumn.SAVING,
-    StepColumn.OTHER_OPTIMIZERS,
-)
-# What is drawn between the optimizer and the next forward, in this order.
-_BETWEEN_STEPS = (StepPart.AFTER_OPTIMIZER, StepPart.OTHER_WRAPPERS, StepPart.LOADER)
+# What tells the causes of pauses, beside the parts that they are in.
+_COUNTS = (StepColumn.EVALUATIONS, StepColumn.OTHER_OPTIMIZERS, StepColumn.ACCUMULATED)
 
 
 class PauseCause(enum.StrEnum):
@@ -224,7 +225,7 @@ class _Rank:
             if not near:
                 continue
             awaited = max(near, key=lambda pause: pause.nanoseconds)
-            waited = _at_most(awaited.nanoseconds, excess)
+            waited = at_most(awaited.nanoseconds, excess)
             if sum(waited.values()) > self._limit:
                 wait = self._pause(row, waited, PauseCause.OTHER_RANK)
                 found.append((replace(wait, awaited=awaited.cause), waited))
@@ -264,6 +265,8 @@ class _Rank:
         """Whether a part is no pause, however long it takes once."""
         if part is StepPart.ACCUMULATION:
             return self._unanswered(row) <= self._usual_unanswered
+        if part is StepPart.LOADER:  # it gives a batch for each backward
+            return self._more_than_usual(StepColumn.ACCUMULATED, row) > 0
         return part is StepPart.OTHER_WRAPPERS and self._usual[part] > 0
 
     def _unanswered(self, row: int) -> int:
@@ -286,9 +289,8 @@ class _Rank:
             StepPart.BEFORE_OPTIMIZER: StepColumn.END,
         }
         after = (StepColumn.END, StepColumn.OPTIMIZER_END)
-        inside, others = (self._timeline[each][row] for each in (StepColumn.OTHERS_INSIDE, StepColumn.OTHERS))
-        if part is StepPart.OTHER_WRAPPERS and inside > others:
-            part = StepPart.LOSS
+        if part in BETWEEN_PARTS:
+            part = self._around(part, row)
         if part is StepPart.JOIN and 2 * _handshake(self._timeline, row) < self._times[part][row]:
             part = StepPart.DATA
         if part is StepPart.BEFORE_OPTIMIZER:
@@ -297,23 +299,27 @@ class _Rank:
                 return start
         return max(self._timeline[column][row] for column in ([columns[part]] if part in columns else after))
 
+    def _around(self, part: StepPart, row: int) -> StepPart:
+        """The part in the middle of which one of ``BETWEEN_PARTS`` was, for the most part."""
+        known = BetweenTimes(self._timeline.row(row))
+        if known.inside[part] > known.after[part]:
+            return StepPart.ACCUMULATION if known.before_forward > known.in_loss else StepPart.LOSS
+        return StepPart.BEFORE_OPTIMIZER if known.before_optimizer > known.last else StepPart.DATA
+
     def _cause(self, row: int, excess: Mapping[StepPart, int]) -> PauseCause:
         """A guess, from what was recorded after the step."""
         long = sum(excess.values())
         if 2 * excess.get(StepPart.OTHER_WRAPPERS, 0) >= long:
             return PauseCause.OTHER_WRAPPER
-        evaluation, saving, optimizers = (
-            self._more_than_usual(column, row)
-            for column in (StepColumn.EVALUATION, StepColumn.SAVING, StepColumn.OTHER_OPTIMIZERS)
-        )
-        if 4 * saving >= long and saving > evaluation:
+        saving = excess[StepPart.SAVING]
+        if 4 * saving >= long and saving > excess[StepPart.EVALUATION]:
             return PauseCause.CHECKPOINT
         evaluates = self._more_than_usual(StepColumn.EVALUATIONS, row) > 0
         if evaluates or 2 * excess.get(StepPart.ACCUMULATION, 0) >= long:
             return PauseCause.EVALUATION
-        if optimizers > 0:
+        if self._more_than_usual(StepColumn.OTHER_OPTIMIZERS, row) > 0:
             return PauseCause.OTHER_MODEL
-        return PauseCause.DATA if 4 * excess[StepPart.LOADER] >= long else PauseCause.CODE
+        return PauseCause.DATA if 4 * excess.get(StepPart.LOADER, 0) >= long else PauseCause.CODE
 
     def _more_than_usual(self, column: StepColumn, row: int) -> float:
         return self._timeline[column][row] - self._usual_counts[column]
@@ -331,15 +337,6 @@ class _Rank:
                     max(0, begins[row + 1] - end),
                     PauseCause.HEALING,
                 )
-
-
-def _at_most(most: int, excess: Mapping[StepPart, int]) -> dict[StepPart, int]:
-    """The excess in some parts, cut to what they may have together; the largest is taken first."""
-    found: dict[StepPart, int] = {}
-    for part, more in sorted(excess.items(), key=lambda each: -each[1]):
-        found[part] = min(more, most)
-        most -= found[part]
-    return found
 
 
 @dataclass(frozen=True)
@@ -380,6 +377,52 @@ def _between_optimizers(timeline: RankTimeline, row: int) -> tuple[int, int]:
     return start + inside // 2, elapsed(start, end) - inside
 
 
+def _between_overlays(
+    timeline: RankTimeline, times: PartTimes, row: int, pauses: Sequence[Pause], *, free: int
+) -> list[Overlay]:
+    """What was done between other parts, from the begin of each part that it was in the middle of.
+
+    Args:
+        timeline: the rank's steps.
+        times: their parts.
+        row: the row of the step.
+        pauses: the step's pauses, which are drawn first.
+        free: when what follows the optimizer's step begins, without what is drawn there already.
+    """
+    known = BetweenTimes(timeline.row(row))
+    left = {part: times[part][row] for part in BETWEEN_PARTS}
+    in_backward = min(max(0, timeline[StepColumn.OTHERS_IN_BACKWARD][row]), left[StepPart.OTHER_WRAPPERS])
+    backward_end = timeline[StepColumn.BACKWARD_END][row]
+    found = [Overlay(StepPart.OTHER_WRAPPERS, backward_end - in_backward, in_backward)]
+    left[StepPart.OTHER_WRAPPERS] -= in_backward
+    inside, after = dict(known.inside), dict(known.after)
+    for column, length, recorded in (
+        (StepColumn.BEGIN, known.before_forward, inside),
+        (StepColumn.FORWARD_END, known.in_loss, inside),
+        (StepColumn.END, known.before_optimizer, after),
+    ):
+        here = at_most(length, {part: min(recorded[part], left[part]) for part in BETWEEN_PARTS})
+        found += _in_line(_after_pauses(timeline[column][row], pauses), here)
+        for part, drawn in here.items():
+            recorded[part] -= drawn
+            left[part] -= drawn
+    return found + _in_line(free, {StepPart.AFTER_OPTIMIZER: times[StepPart.AFTER_OPTIMIZER][row], **left})
+
+
+def _after_pauses(start: int, pauses: Sequence[Pause]) -> int:
+    """When the pauses that begin at a time are over."""
+    return start + sum(each.nanoseconds for each in pauses if each.start == start)
+
+
+def _in_line(start: int, lengths: Mapping[StepPart, int]) -> list[Overlay]:
+    """Parts that are drawn one after the other."""
+    found = []
+    for part, length in lengths.items():
+        found.append(Overlay(part, start, length))
+        start += length
+    return found
+
+
 def _row_overlays(
     timeline: RankTimeline, times: PartTimes, row: int, pauses: Sequence[Pause]
 ) -> list[Overlay]:
@@ -387,27 +430,21 @@ def _row_overlays(
         return max(timeline[column][row] for column in columns)
 
     between = at(StepColumn.END, StepColumn.OPTIMIZER_END)
-    inside = min(max(0, at(StepColumn.OTHERS_INSIDE)), times[StepPart.OTHER_WRAPPERS][row])
     handshake = min(_handshake(timeline, row), times[StepPart.JOIN][row])
     without_inputs = times[StepPart.JOIN][row] - handshake
     end = timeline[StepColumn.BEGIN][row] + timeline.step_times[row]
     drawn = [
         Overlay(StepPart.JOIN, at(StepColumn.FORWARD_START), handshake),
-        Overlay(StepPart.OTHER_WRAPPERS, at(StepColumn.FORWARD_END), inside),
         Overlay(StepPart.BEFORE_OPTIMIZER, *_between_optimizers(timeline, row)),
         *(Overlay(StepPart.PAUSE, each.start, each.nanoseconds, each.cause) for each in pauses),
     ]
-    free = between + sum(each.nanoseconds for each in pauses if each.start == between)
+    free = _after_pauses(between, pauses)
     if timeline[StepColumn.KIND][row] & StepKind.NO_INPUTS:
         drawn.append(Overlay(StepPart.JOIN, free, without_inputs))
         free += without_inputs
     else:  # it took the optimizer's step, and then had no inputs for the next one
         drawn.append(Overlay(StepPart.JOIN, end - without_inputs, without_inputs))
-    lengths = {part: times[part][row] for part in _BETWEEN_STEPS}
-    lengths[StepPart.OTHER_WRAPPERS] -= inside
-    for part, length in lengths.items():
-        drawn.append(Overlay(part, free, length))
-        free += length
+    drawn += _between_overlays(timeline, times, row, pauses, free=free)
     # What is known by its length only may seem to last longer than the step.
     clipped = [replace(each, nanoseconds=min(each.nanoseconds, end - each.start)) for each in drawn]
     return [each for each in clipped if each.nanoseconds > 0]

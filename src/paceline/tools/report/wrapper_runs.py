@@ -62,6 +62,10 @@ class RankTimeline:
     def __getitem__(self, column: StepColumn) -> Sequence[int]:
         return self.columns[column]
 
+    def row(self, number: int) -> Sequence[int]:
+        """One step, without its buckets."""
+        return [column[number] for column in self.columns[: len(StepColumn)]]
+
     def bucket(self, index: int, column: BucketColumn) -> Sequence[int]:
         """One column of one bucket."""
         return self.columns[len(StepColumn) + index * len(BucketColumn) + column]

@@ -6,7 +6,7 @@ const TIMES = ["forwardStart", "buffersEnd", "forwardEnd", "backwardStart", "bac
   "optimizerStart", "optimizerEnd"];
 // The parts of a step, by their indices in report.parts.
 const ACCUMULATION = 0, BUFFERS = 1, FORWARD = 2, LOSS = 3, BACKWARD = 4, WAITING = 5, EXPOSED_COMMUNICATION = 6,
-  GRAD_ASSIGNMENT = 7, BEFORE_OPTIMIZER = 8, OPTIMIZER = 9, DATA = 10, PAUSE = 15, PARTS = 16;
+  GRAD_ASSIGNMENT = 7, BEFORE_OPTIMIZER = 8, OPTIMIZER = 9, DATA = 10, PAUSE = 17, PARTS = 18;
 
 async function inflate(text) {
   const compressed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
