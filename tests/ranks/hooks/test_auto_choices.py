@@ -78,6 +78,15 @@ def test_auto_says_in_one_line_that_it_has_nothing_to_do(
     assert second == []
 
 
+def why_idle_on(_: int, device: str) -> str | None:
+    return auto_tuner.why_idle(Group(distributed.group.WORLD), torch.device(device))
+
+
+def test_auto_has_nothing_to_do_on_accelerators(pair: RankPool) -> None:
+    assert pair.run(why_idle_on, "cuda") == ["parameters are on an accelerator"] * 2
+    assert pair.run(why_idle_on, "cpu") == [None] * 2
+
+
 def refused_with_nothing_to_choose(_: int) -> None:
     ddp = DistributedDataParallel(net())
     with pytest.raises(OptionError, match=r"keeps its own state: register it with None \(hook: auto"):
@@ -89,6 +98,10 @@ def refused_with_nothing_to_choose(_: int) -> None:
     ddp = DistributedDataParallel(net(), hook=hooks.int8())
     with pytest.raises(UnsupportedError, match="can only be called once"):
         ddp.register_comm_hook(None, hooks.auto())
+    shared = hooks.auto()
+    ddp = DistributedDataParallel(net(), hook=shared)
+    with pytest.raises(OptionError, match="a hook serves one wrapper"):
+        DistributedDataParallel(net(), hook=shared)
 
 
 def test_what_two_hosts_refuse_is_refused_where_there_is_nothing_to_choose(pair: RankPool) -> None:

@@ -1,9 +1,12 @@
-"""Ranks that are given different hooks are refused, whatever the hooks differ in."""
+"""Ranks that average by different hooks are refused, whatever the hooks differ in."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from paceline import DistributedDataParallel, hooks
 from paceline.errors import MismatchError
@@ -73,3 +76,35 @@ def taken(_: int, name: str) -> str:
 def test_ranks_with_equal_hooks_of_their_own_are_not_refused(name: str, pair: RankPool) -> None:
     first, second = pair.run(taken, name)
     assert first == second
+
+
+# What ranks register after they have wrapped. The collectives of both are the same.
+REGISTERED: Mapping[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+    "type": DIFFERENT["type"],
+    "feedback": DIFFERENT["feedback"],
+    "futures": (hooks.average, lambda: allreduce_hook, "PlainAverage", "a hook that returns futures"),
+}
+
+
+def registered(rank: int, name: str, after: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 2), transport="c10d")
+    for _ in range(after):
+        ddp(torch.ones(1, 2)).sum().backward()
+    ddp.zero_grad()
+    ddp.register_comm_hook(None, REGISTERED[name][rank]())
+    for _ in range(2):
+        with pytest.raises(MismatchError) as error:
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert all(parameter.grad is None for parameter in ddp.parameters())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_step_by_different_hooks_is_lost_on_every_rank_and_both_are_named(
+    name: str, after: int, pair: RankPool
+) -> None:
+    first, second = pair.run(registered, name, after)
+    _, _, *names = REGISTERED[name]
+    assert first == second
+    assert f"the same hook; the step is lost on every rank (rank 0: {names[0]}, rank 1: {names[1]})" in first

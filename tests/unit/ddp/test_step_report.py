@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from paceline.ddp.reducer.step_report import RankReport, ReportLayout, StepOutcome, StepSummary
+from paceline import hooks
+from paceline.ddp.reducer.pairing import StepCounts
+from paceline.ddp.reducer.report_checks import number_of_hook
+from paceline.ddp.reducer.step_report import HOOK_NUMBERS, RankReport, ReportLayout, StepOutcome, StepSummary
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -119,3 +122,27 @@ def test_a_report_that_differs_in_its_digests_alone_is_not_decoded_again() -> No
     assert found[0] is found[1]
     layout.write(row, 0, RankReport(used=b"\1\0", digest=6))
     assert layout.read(row) is not found[0]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_ranks_hook_arrives_beside_its_counts(dtype: torch.dtype) -> None:
+    numbers = [0, 1, HOOK_NUMBERS - 1]
+    counts = [StepCounts(through_forward, 255, 255, 65535) for through_forward in (True, False, True)]
+    layout = ReportLayout(slots=1, buckets=1, world=3, with_order=False, with_digests=True)
+    total = torch.zeros(layout.numel, dtype=dtype)
+    for rank, (number, own) in enumerate(zip(numbers, counts, strict=True)):
+        row = torch.empty_like(total)
+        layout.write(row, rank, RankReport(hook=number, counts=own))
+        total += row
+    assert layout.read_hooks(total) == numbers
+    assert layout.read_counts(total) == counts
+
+
+def test_built_in_hooks_have_numbers_of_their_own() -> None:
+    made = [hooks.average(), hooks.fp16(), hooks.bf16(), hooks.int8(), hooks.int4(), hooks.top_k()]
+    made += [hooks.with_error_feedback(each) for each in (hooks.fp16(), hooks.bf16())]
+    made += [hooks.power_sgd(), hooks.post_local_sgd(start_step=0, period=2)]
+    numbers = {number_of_hook(each.signature) for each in made}
+    assert len(numbers) == len(made)
+    assert max(numbers) < HOOK_NUMBERS
+    assert 0 not in numbers

@@ -53,6 +53,11 @@ class FutureHookExchange(Exchange):
         self.name = str(name or getattr(hook, "__qualname__", type(hook).__qualname__))
 
     @property
+    def signature(self) -> str:
+        """The same for all hooks of users: ranks may have given different names to one."""
+        return "a hook that returns futures"
+
+    @property
     def is_built_in(self) -> bool:
         """Whether it is one of torch's built-in hooks, which are named by a type."""
         return self._remake is not None

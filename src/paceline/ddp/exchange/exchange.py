@@ -39,6 +39,11 @@ class Exchange(ABC):
         """What recordings and ``paceline report`` say of it."""
         return self.name
 
+    @property
+    def signature(self) -> str:
+        """What ranks compare of a hook; empty if there is none."""
+        return ""
+
     @abstractmethod
     def for_group(self, group: Group) -> "Exchange":
         """The same exchange among other ranks."""

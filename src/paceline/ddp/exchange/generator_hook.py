@@ -55,6 +55,11 @@ class GeneratorHookExchange(Exchange):
         """The hook's description."""
         return self._hook.description
 
+    @property
+    def signature(self) -> str:
+        """The hook's signature."""
+        return self._hook.signature
+
     def for_group(self, group: Group) -> "GeneratorHookExchange":
         """The same hook among other ranks; what the hook remembers stays."""
         self._hook.release()

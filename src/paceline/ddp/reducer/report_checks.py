@@ -1,12 +1,13 @@
 """Whether all ranks report the same step: raises, on every rank alike, if they do not."""
 
 import warnings
+import zlib
 from collections.abc import Sequence
 
 from paceline.comm.group import Group
 from paceline.ddp.reducer.pairing import Pairing, StepCounts
-from paceline.ddp.reducer.step_report import StepOutcome, StepSummary
-from paceline.errors import MispairedError, PeerError, WeightsError
+from paceline.ddp.reducer.step_report import HOOK_NUMBERS, StepOutcome, StepSummary
+from paceline.errors import MismatchError, MispairedError, PeerError, WeightsError
 
 
 def check_reports(summary: StepSummary, group: Group, step: int) -> None:
@@ -26,6 +27,30 @@ def check_reports(summary: StepSummary, group: Group, step: int) -> None:
             f"step {step} was weighed on some ranks only, and its gradients are dropped "
             f"(ranks without a weight: {group.name_ranks(without)})"
         )
+
+
+def number_of_hook(signature: str) -> int:
+    """A hook's number in the report, which has room for a small one; 0 for none."""
+    return 1 + zlib.crc32(signature.encode()) % (HOOK_NUMBERS - 1) if signature else 0
+
+
+def check_hooks(everyones: Sequence[int], signature: str, group: Group) -> None:
+    """Raise on every rank if ranks average by different hooks; all have averaged without the plain average.
+
+    Args:
+        everyones: the number of each rank's hook; 0 where it is not known.
+        signature: of this rank's.
+        group: the ranks.
+    """
+    if len({*everyones} - {0}) <= 1:
+        return
+    signatures = group.gather_objects(signature)
+    other = next(rank for rank, theirs in enumerate(signatures) if theirs != signatures[0])
+    names = group.name_ranks([0, other])
+    raise MismatchError(
+        "ranks must average by the same hook; the step is lost on every rank "
+        f"(rank {names[0]}: {signatures[0]}, rank {names[1]}: {signatures[other]})"
+    )
 
 
 def check_counts(

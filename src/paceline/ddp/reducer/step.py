@@ -23,7 +23,7 @@ from paceline.ddp.buckets.plan import BucketCaps, make_plan
 from paceline.ddp.reducer.in_flight import InFlight
 from paceline.ddp.reducer.pairing import StepCounts
 from paceline.ddp.reducer.readiness import LaunchOrder
-from paceline.ddp.reducer.report_checks import check_counts, check_reports
+from paceline.ddp.reducer.report_checks import check_counts, check_hooks, check_reports, number_of_hook
 from paceline.ddp.reducer.step_context import StepContext
 from paceline.ddp.reducer.step_report import RankReport, StepOutcome, StepSummary
 from paceline.watch.rank_page import Activity
@@ -147,6 +147,9 @@ class Step:
         context = self._context
         check_reports(summary, context.group, self._number)
         if not context.group.may_change:
+            if not context.exchange.carries_report:
+                hooks = context.layout.read_hooks(context.bucket_set.report)
+                check_hooks(hooks, context.exchange.signature, context.group)
             counts = context.layout.read_counts(context.bucket_set.report)
             check_counts(counts, context.pairing, summary, context.group, self._number)
 
@@ -249,6 +252,7 @@ class Step:
             counts=self._counts,
             digest=self._digest(buffers_changed=buffers_changed),
             non_finite=context.non_finite.is_found,
+            hook=number_of_hook(context.exchange.signature),
         )
 
     def _total_weight(self) -> float | None:

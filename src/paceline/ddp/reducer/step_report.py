@@ -18,7 +18,11 @@ from paceline.ddp.reducer.pairing import StepCounts
 
 _WEIGHT = struct.Struct("<d")
 _COUNTS = struct.Struct("<BBBH")
-_TOLD = 1  # so that a rank's counts are not all zeros, as in a group for tests that does not add up
+# In the first byte of a rank's counts.
+_TOLD = 1  # so that they are not all zeros, as in a group for tests that does not add up
+_THROUGH_FORWARD = 2
+_HOOK_SHIFT = 2
+HOOK_NUMBERS = 64  # what is left of the byte
 _DIGEST = struct.Struct("<Q")
 _NO_COUNTS = StepCounts()
 # Beside the outcome in a rank's status byte.
@@ -58,6 +62,7 @@ class RankReport:
         counts: what the user has done since the last step.
         digest: of the part of its replica that the rank has looked at; 0 for none.
         non_finite: whether the rank has found gradients that are not finite.
+        hook: the number of the hook that it averages by; 0 for none.
     """
 
     used: bytes | bytearray = b""
@@ -70,6 +75,7 @@ class RankReport:
     counts: StepCounts = _NO_COUNTS
     digest: int = 0
     non_finite: bool = False
+    hook: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,8 @@ class ReportLayout:
         if self._world:
             through_forward, *numbers = report.counts
             limited = map(min, numbers, (255, 255, 65535))
-            _COUNTS.pack_into(entries, self._counts + _COUNTS.size * rank, _TOLD + through_forward, *limited)
+            first = _TOLD | through_forward * _THROUGH_FORWARD | report.hook << _HOOK_SHIFT
+            _COUNTS.pack_into(entries, self._counts + _COUNTS.size * rank, first, *limited)
         if self.numel > self._digests:
             _DIGEST.pack_into(entries, self._digests + _DIGEST.size * rank, report.digest)
         into.copy_(torch.frombuffer(entries, dtype=torch.uint8))
@@ -172,9 +179,14 @@ class ReportLayout:
         """What the user has done on each rank since the last step; None for a rank that did not tell."""
         entries = reduced[self._counts : self._digests].tolist()
         return [
-            StepCounts(first > _TOLD, *numbers) if first else None
+            StepCounts(bool(first & _THROUGH_FORWARD), *numbers) if first else None
             for first, *numbers in _COUNTS.iter_unpack(bytes(map(round, entries)))
         ]
+
+    def read_hooks(self, reduced: Tensor) -> list[int]:
+        """The number of each rank's hook."""
+        entries = reduced[self._counts : self._digests : _COUNTS.size].tolist()
+        return [round(first) >> _HOOK_SHIFT for first in entries]
 
     def read_digests(self, reduced: Tensor) -> list[int]:
         """Each rank's digest; one if all are equal, and none if some rank told none."""
