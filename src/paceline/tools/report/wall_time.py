@@ -5,11 +5,11 @@ The wall time of a rank is from the begin of its first recorded step to the end 
 Note [Pauses]. Between its steps, and between the parts of a step, a rank does what the wrapper does not see.
 The usual time that it takes for that is the first quartile of all steps, because steps may come in bursts.
 What exceeds it in one step is a pause, if it is longer than a whole usual step. Another wrapper that works in
-every step does not pause this one, nor do forwards and backwards that accumulate gradients, or the batches for
-more of them than usual. A loss takes longer for a larger batch, as forward and backward do. So it is compared
-with the third quartile of steps of about the same forward and backward, and has to exceed it by more than
-these. If another rank waits for a rank that pauses, that wait is a pause too, for at most as long as that
-rank's. The time in which ranks are replaced is also one.
+every step does not pause this one, nor do forwards and backwards that accumulate gradients, nor the batches
+for more of them than usual. A loss takes longer for a larger batch, as forward and backward do. So it is
+compared with the third quartile of steps of about the same forward and backward, and has to exceed it by more
+than these. If another rank waits for a rank that pauses, that wait is a pause too, for at most as long as
+that rank's. The time in which ranks are replaced is also one.
 """
 
 import enum
