@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from paceline import DistributedDataParallel, OuterLoop
 from paceline.comm.shm.local_ranks import HOST_VARIABLE
 from paceline.errors import MismatchError, OptionError, StepError
-from paceline.outer import host_meeting, outer_loop
+from paceline.outer import host_meeting, other_hosts
 from paceline.testing import run_ranks
 
 SECONDS = 20.0
@@ -111,7 +111,7 @@ def test_a_host_that_joins_takes_the_parameters_of_the_others_whatever_its_own_a
 
 
 def join_with_bfloat16(host: int, port: int) -> list[Tensor]:
-    outer_loop._MIN_QUEUED_BYTES = 0  # as if the model were large
+    other_hosts._MIN_QUEUED_BYTES = 0  # as if the model were large
     with job(host):
         torch.manual_seed(host)
         net = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 1)).bfloat16()
