@@ -124,6 +124,40 @@ def test_a_place_that_is_none_is_not_connected_to(exchange: HostExchange) -> Non
     assert 3 not in exchange._links.places
 
 
+def goodbye(exchange: HostExchange, host: int) -> None:
+    """A host comes, and leaves for good."""
+    with dial(exchange) as leaving:
+        leaving.sendall(hello(host))
+        assert exchange.wait_for(lambda rounds, _: host in rounds.peers, SECONDS)
+        leaving.sendall(frame(json.dumps({"kind": "goodbye"}).encode()))
+        assert exchange.wait_for(lambda rounds, _: host not in rounds.peers, SECONDS)
+
+
+def answer(exchange: HostExchange, **fields: Any) -> Any:
+    """What somebody is told who asks to join."""
+    with dial(exchange) as newcomer:
+        newcomer.sendall(asks_to_join(**fields))
+        head = newcomer.recv(HEAD.size, socket.MSG_WAITALL)
+        return json.loads(newcomer.recv(HEAD.unpack(head)[1], socket.MSG_WAITALL))
+
+
+def test_after_a_goodbye_a_place_is_forgotten_and_the_number_is_not_given_again(
+    exchange: HostExchange,
+) -> None:
+    exchange._links.add(3, (["127.0.0.1"], 1))
+    goodbye(exchange, 3)
+    assert 3 not in exchange._links.places
+    assert answer(exchange)["number"] == 4
+    assert answer(exchange)["number"] == 5
+
+
+def test_a_host_keeps_its_number_in_its_own_loop_only(exchange: HostExchange) -> None:
+    assert answer(exchange, again=3)["number"] == 3
+    joined = answer(exchange, again=7, token="of another loop")
+    assert joined["number"] == 4
+    assert joined["token"] == TOKEN
+
+
 def test_the_end_is_not_judged_by_what_was_heard_before_a_pause(exchange: HostExchange) -> None:
     with dial(exchange) as host:
         host.sendall(hello(1))

@@ -1,6 +1,7 @@
 """Hosts that meet, under attack: other models, other states, ends at odd moments."""
 
 import contextlib
+import gc
 import math
 import os
 import socket
@@ -245,3 +246,60 @@ def make_two_loops(_: int, port: int) -> None:
 
 def test_two_modules_that_would_meet_at_one_address_are_refused() -> None:
     run_ranks(make_two_loops, 1, args=(free_port(),), backend=None)
+
+
+def lose_a_loop(_: int, port: int) -> None:
+    meet = f"127.0.0.1:{port}"
+    with job(0):
+        ddp = DistributedDataParallel(nn.Linear(8, 8))
+        outer = OuterLoop(ddp, meet=meet)
+        assert outer._exchange is not None
+        thread = outer._exchange._links._thread
+        del outer  # such as after an error in training
+        gc.collect()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        with OuterLoop(ddp, meet=meet) as another:
+            assert another._number == 0
+
+
+def test_a_loop_that_nothing_refers_to_leaves_its_place_to_another() -> None:
+    run_ranks(lose_a_loop, 1, args=(free_port(),), backend=None)
+
+
+def run_two_loops_at_one_address(host: int, port: int) -> Any:
+    """The first host loses its first loop without a goodbye, and begins another; the second host stays."""
+    with job(host):
+        torch.manual_seed(host)
+        outer, ddp = meeting(host, port, nn.Linear(8, 8), grace=0.5)
+        if host == 1:
+            train(outer, ddp, 400)
+            assert outer._exchange is not None
+            before = outer._exchange.rounds.decided
+            train(outer, ddp, 100)
+            decided = outer._exchange.rounds.decided - before
+            seen = outer.hosts
+            outer.close()
+            return decided, seen
+        train(outer, ddp, 20)
+        assert outer._exchange is not None
+        links = outer._exchange._links
+        links.abandon()
+        links._thread.join(SECONDS)
+        outer.close()
+        net = nn.Linear(8, 8)
+        start = values(net)
+        ddp = DistributedDataParallel(net)
+        another = OuterLoop(ddp, meet=f"127.0.0.1:{port}", grace=0.5, period=4)
+        train(another, ddp, 300, lr=0.0)
+        seen = another.hosts
+        another.close()
+        return all(map(torch.equal, start, values(net))), seen
+
+
+def test_a_host_of_an_earlier_loop_neither_takes_over_a_later_one_nor_waits_for_it() -> None:
+    later, earlier = run_ranks(run_two_loops_at_one_address, 2, args=(free_port(),), backend=None)
+    assert later == (True, [])
+    decided, seen = earlier
+    assert 48 <= decided <= 52, "two fragments every four steps"
+    assert seen == []
