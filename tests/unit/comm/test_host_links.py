@@ -72,9 +72,8 @@ def place_of(listening: socket.socket) -> Place:
     return HERE, listening.getsockname()[1]
 
 
-def test_thousands_of_messages_of_the_thread_itself_do_not_block_it(
-    first: HostLinks, second: HostLinks
-) -> None:
+def test_thousands_of_messages_of_the_thread_itself_do_not_block_it() -> None:
+    first, second = make_links(), make_links()  # if the thread is blocked, nobody could close them
     count = 5000
     heard = Listening()
 
@@ -86,6 +85,8 @@ def test_thousands_of_messages_of_the_thread_itself_do_not_block_it(
     second.start(1, {0: first.own_place}, Listening(send), token=TOKEN)
     assert wait_until(lambda: len(heard.messages) == count)
     assert [message["number"] for message in heard.messages] == [*range(count)]
+    second.close()
+    first.close()
 
 
 def test_a_host_says_the_addresses_that_it_was_given() -> None:
