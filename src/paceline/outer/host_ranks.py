@@ -44,7 +44,7 @@ class HostRanks:
         *said, has_failed = map(float, told.tolist())
         if has_failed:
             raise StepError(
-                f"the exchange with other hosts has failed on rank {self.speaker}, which raises why"
+                f"the exchange with other hosts has failed on rank {self.speaker} of this host: see its error"
             )
         return said
 

@@ -301,5 +301,5 @@ def test_a_host_of_an_earlier_loop_neither_takes_over_a_later_one_nor_waits_for_
     later, earlier = run_ranks(run_two_loops_at_one_address, 2, args=(free_port(),), backend=None)
     assert later == (True, [])
     decided, seen = earlier
-    assert 48 <= decided <= 52, "two fragments every four steps"
+    assert 45 <= decided <= 55, "two fragments every four steps"
     assert seen == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from paceline import DistributedDataParallel, HostOptimizer, OuterLoop
 from paceline.comm.shm.local_ranks import HOST_VARIABLE
@@ -36,16 +36,17 @@ def values(net: nn.Module) -> list[Tensor]:
     return [value.detach().clone() for value in net.state_dict().values()]
 
 
-def train_in_two_phases(rank: int, once_per_host: bool) -> Any:
+def train_in_two_phases(rank: int, once_per_host: bool, by_group: bool) -> Any:
     host = enter_host(rank)
     torch.manual_seed(0)
     net = nn.Linear(8, 8)
     ddp = DistributedDataParallel(net)
     torch.manual_seed(rank)
+    inner = distributed.new_subgroups(2)[0] if by_group else "host"
     optimizer: torch.optim.Optimizer | None = None
     phases = []
     for _ in range(2):
-        outer = OuterLoop(ddp, period=4)
+        outer = OuterLoop(ddp, period=4, inner=inner)
         make = HostOptimizer if once_per_host else lambda ddp, kind, lr: kind(ddp.parameters(), lr=lr)
         optimizer = optimizer or make(ddp, torch.optim.SGD, lr=0.05)
         assert outer.hosts == ([1 - host] if rank % 2 == 0 else [])
@@ -57,9 +58,11 @@ def train_in_two_phases(rank: int, once_per_host: bool) -> Any:
     return phases
 
 
-@pytest.mark.parametrize("once_per_host", [False, True])
-def test_a_second_loop_on_a_wrapper_exchanges_as_the_first_one_did(once_per_host: bool) -> None:
-    ranks = run_ranks(train_in_two_phases, 4, args=(once_per_host,))
+@pytest.mark.parametrize(("once_per_host", "by_group"), [(False, False), (True, False), (True, True)])
+def test_a_second_loop_on_a_wrapper_exchanges_as_the_first_one_did(
+    once_per_host: bool, by_group: bool
+) -> None:
+    ranks = run_ranks(train_in_two_phases, 4, args=(once_per_host, by_group))
     for phase in range(2):
         for apart, after in (rank[phase] for rank in ranks[1:]):
             assert all(map(torch.equal, after, ranks[0][phase][1]))
@@ -132,7 +135,7 @@ def test_a_rank_that_talks_to_no_host_keeps_no_copy_of_a_state() -> None:
 
 
 def finish_with_buffers(rank: int) -> list[Tensor]:
-    other_hosts._MIN_QUEUED_BYTES = 0  # as if the model were large
+    other_hosts._MIN_QUEUED_BYTES = 1 << 20  # less than the buffers
     enter_host(rank, 1)
     net = nn.Linear(2, 2)
     net.register_buffer("cache", torch.zeros(4_000_000))
