@@ -45,6 +45,9 @@ class Listener(Protocol):
     def greeted(self, fields: Fields) -> Fields:
         """Somebody has connected who has no number yet, and says this; returns the answer."""
 
+    def goes_on_with(self, token: object) -> bool:
+        """A host connects that has another token: whether to take that over, because its loop goes on here."""
+
     def failed(self, error: Exception) -> None:
         """The thread of the links ends with an error."""
 
@@ -300,11 +303,18 @@ class HostLinks:
         elif (host := fields["host"]) is None and self._may_join:
             answer = self._listener.greeted(fields)
             connection.put(frame(answer), urgent=True)
-        elif fields.get("token") == self._token and is_host_number(host) and host != self.number:
+        elif self._is_known(fields.get("token")) and is_host_number(host) and host != self.number:
             connection.put(frame({"kind": "welcome"}), urgent=True)
             self._name(connection, host)
         else:
             raise ValueError("a stranger has connected")
+
+    def _is_known(self, token: object) -> bool:
+        """Whether a host that says this token is one of ours; takes over the token of a loop to go on with."""
+        assert self._listener is not None
+        if token != self._token and self._may_join and self._listener.goes_on_with(token):
+            self._token = str(token)
+        return token == self._token
 
     def _name(self, connection: HostConnection, host: int) -> None:
         """A connection's other side is known."""

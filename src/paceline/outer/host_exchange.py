@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm.host_connection import Fields, Place
 from paceline.comm.host_links import HostLinks, is_host_number, is_place
 from paceline.errors import OptionError, StepError
+from paceline.outer.agreement import is_of_equal_loop
 from paceline.outer.fragment import Fragment
 from paceline.outer.round_parts import DecidedRound
 from paceline.outer.rounds import Rounds
@@ -313,6 +314,18 @@ class HostExchange:
             for host in self._links.linked:
                 self._links.send(host, newcomer, urgent=True)
             return {"number": number, "token": self._token, "places": [*known.items()]}
+
+    def goes_on_with(self, token: object) -> bool:
+        """A host of another loop connects: go on with that loop if nobody has been in this one yet.
+
+        It was told no goodbye, so the host that listened before was lost, and this one is in its place.
+        """
+        with self._changed:
+            is_new_here = not self.rounds.peers and not self._highest_number
+            goes_on = is_new_here and is_of_equal_loop(token, self._fingerprint)
+            if goes_on:
+                self._token = str(token)
+            return goes_on
 
     def _new_number(self) -> int:
         numbers = [self._highest_number, self.rounds.host, *self.rounds.peers, *self._links.places]

@@ -1,6 +1,5 @@
 """Where hosts meet that are jobs of their own: the first one there listens, and the others join it."""
 
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +8,13 @@ from paceline.comm.host_addresses import own_addresses
 from paceline.comm.host_connection import Place, ask
 from paceline.comm.host_links import HostLinks
 from paceline.errors import MeetingError, MismatchError, OptionError
+from paceline.outer.agreement import new_token
 
 _LOOK_SECONDS = 1.0
 # Who does not answer in this time may be what is left of a job that was killed.
 _ANSWER_SECONDS = 5.0
+# In this time hosts connect again that were there before the one that listens was started again.
+_JOINS_AFTER = 1.5
 
 # Makes links to other hosts, from the addresses of this one and from where it listens.
 MakeLinks = Callable[[Sequence[str], tuple[str, int]], HostLinks]
@@ -89,10 +91,10 @@ class HostMeeting:
             except OSError:  # it is another host's address, or another host on this machine listens there
                 pass
             else:
-                if known_as is None:
-                    return Met(links, KnownAs(0, secrets.token_hex(16)))
                 # Hosts that were there before have to connect before new ones come, which must not get their
-                # numbers.
+                # numbers. A new job does not know whether there are any.
+                if known_as is None:
+                    return Met(links, KnownAs(0, new_token(fingerprint)), joins_after=_JOINS_AFTER)
                 return Met(links, KnownAs(0, known_as.token), joins_after=grace)
             try:
                 return self._join(make_links(own_addresses(self.address), ("", 0)), fingerprint, known_as)

@@ -268,7 +268,7 @@ def test_a_loop_that_nothing_refers_to_leaves_its_place_to_another() -> None:
 
 
 def run_two_loops_at_one_address(host: int, port: int) -> Any:
-    """The first host loses its first loop without a goodbye, and begins another; the second host stays."""
+    """The first host closes its first loop, and begins another; the second host stays."""
     with job(host):
         torch.manual_seed(host)
         outer, ddp = meeting(host, port, nn.Linear(8, 8), grace=0.5)
@@ -282,10 +282,6 @@ def run_two_loops_at_one_address(host: int, port: int) -> Any:
             outer.close()
             return decided, seen
         train(outer, ddp, 20)
-        assert outer._exchange is not None
-        links = outer._exchange._links
-        links.abandon()
-        links._thread.join(SECONDS)
         outer.close()
         net = nn.Linear(8, 8)
         start = values(net)
@@ -303,3 +299,38 @@ def test_a_host_of_an_earlier_loop_neither_takes_over_a_later_one_nor_waits_for_
     decided, seen = earlier
     assert 45 <= decided <= 55, "two fragments every four steps"
     assert seen == []
+
+
+def listen_again(rank: int, port: int) -> tuple[int, list[float]]:
+    """The first host is lost without a goodbye, and its job is started again with other parameters."""
+    with job(rank):
+        torch.manual_seed(rank)
+        outer, ddp = meeting(rank, port, nn.Linear(8, 8))
+        train(outer, ddp, 12)
+        if rank == 0:
+            assert outer._exchange is not None
+            outer._exchange._links.abandon()
+            outer.close()
+            torch.manual_seed(2)
+            outer, ddp = meeting(0, port, nn.Linear(8, 8))
+            until = time.monotonic() + SECONDS
+            while outer._exchange is not None and outer._exchange.step < 12 and time.monotonic() < until:
+                time.sleep(0.01)
+            train(outer, ddp, 12)
+        else:
+            until = time.monotonic() + SECONDS
+            while outer.hosts and time.monotonic() < until:
+                time.sleep(0.01)
+            while not outer.hosts and time.monotonic() < until:
+                time.sleep(0.01)
+            train(outer, ddp, 12)
+        assert outer._exchange is not None
+        steps = outer._exchange.step
+        outer.finish()
+        return steps, [*map(float, ddp.module.weight.flatten().tolist())]
+
+
+def test_the_first_host_goes_on_with_the_others_when_its_job_is_started_again() -> None:
+    (first, ours), (second, theirs) = run_ranks(listen_again, args=(free_port(),), backend=None)
+    assert ours == theirs
+    assert min(first, second) >= 24

@@ -286,7 +286,9 @@ def test_a_rank_that_waits_for_a_failed_rank_is_ended_soon() -> None:
     assert "in fail_while_others_wait" in "".join(caught.value.__notes__)
 
 
-def test_a_rank_that_is_ended_after_others_still_tells_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_ended_after_others_still_tells_where_it_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     send = signal.pidfd_send_signal
 
     def slow_send(pidfd: int, number: signal.Signals) -> None:
