@@ -46,7 +46,7 @@ class Listener(Protocol):
         """Somebody has connected who has no number yet, and says this; returns the answer."""
 
     def goes_on_with(self, token: object) -> bool:
-        """A host connects that has another token: whether to take that over, because its loop goes on here."""
+        """A host with another token connects: whether to take that over, because its loop goes on here."""
 
     def failed(self, error: Exception) -> None:
         """The thread of the links ends with an error."""
