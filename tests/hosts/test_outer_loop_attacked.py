@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from paceline import DistributedDataParallel, OuterLoop, ShardedOptimizer
-from paceline.comm.host_links import _HEAD, _MAGIC, HostLinks
+from paceline.comm.host_connection import HEAD, MAGIC
+from paceline.comm.host_links import HostLinks
 from paceline.errors import StepError
 from paceline.hooks.compressed import compressor_of, int8
 from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
@@ -29,7 +30,7 @@ SECONDS = 10.0
 
 @pytest.fixture
 def exchange() -> Iterator[HostExchange]:
-    links = HostLinks(max_queued_bytes=1 << 20, silent_seconds=60.0)
+    links = HostLinks(["127.0.0.1"], max_queued_bytes=1 << 20, silent_seconds=60.0)
     made = HostExchange([], Schedule(period=1, fragments=1, overlap=0), links, "same")
     rounds = Rounds(0, [], fragments=1, grace=60.0, now=time.monotonic())
     made.start(rounds, {}, token=TOKEN, may_join=True)
@@ -40,7 +41,7 @@ def exchange() -> Iterator[HostExchange]:
 @pytest.fixture
 def exchange_of_one() -> Iterator[HostExchange]:
     """A host with one parameter, and no others."""
-    links = HostLinks(max_queued_bytes=1 << 20, silent_seconds=60.0)
+    links = HostLinks(["127.0.0.1"], max_queued_bytes=1 << 20, silent_seconds=60.0)
     fragment = Fragment(
         FlatParameters([nn.Parameter(torch.ones(1))]), compressor_of(int8()), OuterOptimizer(1.0, 0.0)
     )
@@ -51,7 +52,7 @@ def exchange_of_one() -> Iterator[HostExchange]:
 
 
 def frame(text: bytes, payload_bytes: int = 0) -> bytes:
-    return _HEAD.pack(_MAGIC, len(text), payload_bytes) + text
+    return HEAD.pack(MAGIC, len(text), payload_bytes) + text
 
 
 def hello(host: Any, token: str = TOKEN) -> bytes:
@@ -59,7 +60,7 @@ def hello(host: Any, token: str = TOKEN) -> bytes:
 
 
 def asks_to_join(**fields: Any) -> bytes:
-    asked = {"fingerprint": "same", "place": [["127.0.0.1"], 1], "met_at": ["127.0.0.1"], "again": None}
+    asked = {"fingerprint": "same", "place": [["127.0.0.1"], 1], "again": None}
     said = {"kind": "hello", "token": TOKEN, "host": None, **asked, **fields}
     return frame(json.dumps(said).encode())
 
@@ -121,6 +122,40 @@ def test_a_place_that_is_none_is_not_connected_to(exchange: HostExchange) -> Non
         assert exchange.wait_for(lambda rounds, _: 1 in rounds.peers, SECONDS)
         time.sleep(0.2)
     assert 3 not in exchange._links.places
+
+
+def goodbye(exchange: HostExchange, host: int) -> None:
+    """A host comes, and leaves for good."""
+    with dial(exchange) as leaving:
+        leaving.sendall(hello(host))
+        assert exchange.wait_for(lambda rounds, _: host in rounds.peers, SECONDS)
+        leaving.sendall(frame(json.dumps({"kind": "goodbye"}).encode()))
+        assert exchange.wait_for(lambda rounds, _: host not in rounds.peers, SECONDS)
+
+
+def answer(exchange: HostExchange, **fields: Any) -> Any:
+    """What somebody is told who asks to join."""
+    with dial(exchange) as newcomer:
+        newcomer.sendall(asks_to_join(**fields))
+        head = newcomer.recv(HEAD.size, socket.MSG_WAITALL)
+        return json.loads(newcomer.recv(HEAD.unpack(head)[1], socket.MSG_WAITALL))
+
+
+def test_after_a_goodbye_a_place_is_forgotten_and_the_number_is_not_given_again(
+    exchange: HostExchange,
+) -> None:
+    exchange._links.add(3, (["127.0.0.1"], 1))
+    goodbye(exchange, 3)
+    assert 3 not in exchange._links.places
+    assert answer(exchange)["number"] == 4
+    assert answer(exchange)["number"] == 5
+
+
+def test_a_host_keeps_its_number_in_its_own_loop_only(exchange: HostExchange) -> None:
+    assert answer(exchange, again=3)["number"] == 3
+    joined = answer(exchange, again=7, token="of another loop")
+    assert joined["number"] == 4
+    assert joined["token"] == TOKEN
 
 
 def test_the_end_is_not_judged_by_what_was_heard_before_a_pause(exchange: HostExchange) -> None:

@@ -4,36 +4,27 @@ A process group needs all its members in every collective. Here a host that is a
 from: the others go on, and what was sent to it waits, up to a limit, until it is back.
 
 Each pair of hosts has one connection, which the host of the higher number opens, and opens again whenever it
-breaks. Nothing that is received is unpickled.
+breaks. It says its number and the token, and the other one says welcome: until then there is no connection,
+because somebody else may listen there by now. Nothing that is received is unpickled.
 """
 
-import fcntl
-import json
 import math
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-# A host's addresses, of which at least one can be reached from the others, and its port.
-Place = tuple[Sequence[str], int]
-Fields = Mapping[str, Any]
+from paceline.comm.host_connection import READ_BYTES, Fields, HostConnection, Place, connect, frame
 
-_MAGIC = b"paceline-hosts-1"
-_HEAD = struct.Struct("!16sIQ")  # the magic, the bytes of the fields, the bytes of the payload
-_MAX_FIELDS_BYTES = 1 << 20
-_READ_BYTES = 1 << 18
 _TICK_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-_CONNECT_SECONDS = 3.0
+_GONE_SECONDS = 3.0
 _END_SECONDS = 60.0
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Listener(Protocol):
@@ -54,95 +45,37 @@ class Listener(Protocol):
     def greeted(self, fields: Fields) -> Fields:
         """Somebody has connected who has no number yet, and says this; returns the answer."""
 
+    def goes_on_with(self, token: object) -> bool:
+        """A host with another token connects: whether to take that over, because its loop goes on here."""
+
     def failed(self, error: Exception) -> None:
         """The thread of the links ends with an error."""
-
-
-class _Connection:
-    """A connection, with what is still to be sent and what has come of the next message."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(0.0)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = sock
-        self.host: int | None = None  # until the other side has said its number
-        self.heard = time.monotonic()
-        self._urgent: deque[bytes] = deque()
-        self._queue: deque[bytes] = deque()
-        self._sending: memoryview | None = None
-        self._received = bytearray()
-
-    @property
-    def queued_bytes(self) -> int:
-        rest = 0 if self._sending is None else len(self._sending)
-        return rest + sum(map(len, self._urgent)) + sum(map(len, self._queue))
-
-    def put(self, frame: bytes, *, urgent: bool) -> None:
-        (self._urgent if urgent else self._queue).append(frame)
-
-    def write(self) -> bool:
-        """Send what can be sent now; whether there is more."""
-        while True:
-            if not self._sending:
-                if not (self._urgent or self._queue):
-                    self._sending = None
-                    return False
-                self._sending = memoryview((self._urgent or self._queue).popleft())
-            try:
-                self._sending = self._sending[self.socket.send(self._sending) :]
-            except BlockingIOError:
-                return True
-
-    def read(self) -> Iterable[tuple[Fields, bytes]]:
-        """Messages that are complete.
-
-        Raises:
-            OSError: at the connection's end.
-            ValueError: if they are not ours.
-        """
-        while True:
-            try:
-                chunk = self.socket.recv(_READ_BYTES)
-            except BlockingIOError:
-                return
-            if not chunk:
-                raise ConnectionResetError("the other host has closed the connection")
-            self.heard = time.monotonic()
-            self._received += chunk
-            while (message := self._take()) is not None:
-                yield message
-
-    def _take(self) -> tuple[Fields, bytes] | None:
-        received = self._received
-        if len(received) < _HEAD.size:
-            return None
-        magic, fields_bytes, payload_bytes = _HEAD.unpack_from(received)
-        if magic != _MAGIC or fields_bytes > _MAX_FIELDS_BYTES:
-            raise ValueError("not a message of paceline's hosts")
-        if payload_bytes and self.host is None:
-            raise ValueError("a stranger sends bytes")  # which would fill the memory
-        start = _HEAD.size + fields_bytes
-        if len(received) < start + payload_bytes:
-            return None
-        fields = _fields_of(received[_HEAD.size : start])
-        payload = bytes(received[start : start + payload_bytes])
-        del received[: start + payload_bytes]
-        return fields, payload
 
 
 class HostLinks:
     """This host's connections to the others.
 
     Args:
+        addresses: where others may reach this host.
         max_queued_bytes: what may wait for one host. If it is more, the connection is closed: a host that
             comes back then has to ask for the whole state.
         silent_seconds: after this time without a word the connection is opened anew: after a long failure of
             the network, the system itself would try the old one again only after minutes.
         bind: where to listen; by default anywhere.
+
+    Attributes:
+        port: where this host listens.
+        own_place: the same, with its addresses.
+        number: this host's.
     """
 
     def __init__(
-        self, *, max_queued_bytes: int, silent_seconds: float, bind: tuple[str, int] = ("", 0)
+        self,
+        addresses: Sequence[str],
+        *,
+        max_queued_bytes: int,
+        silent_seconds: float,
+        bind: tuple[str, int] = ("", 0),
     ) -> None:
         self._silent_seconds = silent_seconds
         self._token = ""
@@ -151,19 +84,23 @@ class HostLinks:
         self._listening = socket.create_server(bind, reuse_port=False)
         self._listening.settimeout(0.0)
         self.port: int = self._listening.getsockname()[1]
+        self.own_place: Place = (addresses, self.port)
         self.number = -1
         self._listener: Listener | None = None
         self._places: dict[int, Place] = {}
         self._retry_at: dict[int, float] = {}
-        self._connecting: set[int] = set()
-        self._connections: dict[int, _Connection] = {}
-        self._accepted: list[_Connection] = []  # whose other side has not said who it is
+        self._connecting: set[int] = set()  # until they have said welcome
+        self._connections: dict[int, HostConnection] = {}
+        self._unnamed: list[HostConnection] = []  # whose other side has not said who it is
         self._opened: deque[tuple[int, socket.socket]] = deque()
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._waker, self._wake_end = socket.socketpair()
-        self._wake_end.settimeout(0.0)
+        for end in (self._waker, self._wake_end):
+            # Also the thread itself wakes, which must not wait for what it reads later. In a full pipe there
+            # is enough to wake it.
+            end.settimeout(0.0)
         self._selector.register(self._wake_end, selectors.EVENT_READ)
         self._is_closed = self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
@@ -195,15 +132,20 @@ class HostLinks:
         self._thread.start()
 
     def add(self, host: int, place: Place) -> None:
-        """There is one more host."""
+        """Know where a host is; at the same port it may still have the addresses that it had before."""
+        addresses, port = place
         with self._lock:
             if host != self.number:
-                self._places[host] = place
+                before, port_before = self._places.get(host, ((), port))
+                known = before if port == port_before else ()
+                self._places[host] = ([*dict.fromkeys([*addresses, *known])], port)
                 self._retry_at.setdefault(host, 0.0)
 
-    def own_place(self) -> Place:
-        """Where this host listens."""
-        return own_addresses(), self.port
+    def forget(self, host: int) -> None:
+        """A host does not come back, and its place may be another's: do not connect to it again."""
+        with self._lock:
+            self._places.pop(host, None)
+            self._retry_at.pop(host, None)
 
     @property
     def places(self) -> dict[int, Place]:
@@ -232,7 +174,7 @@ class HostLinks:
             connection = self._connections.get(host)
             if connection is None or self._is_ending:
                 return
-            connection.put(_frame(fields, payload), urgent=urgent)
+            connection.put(frame(fields, payload), urgent=urgent)
         self.wake()
 
     def close(self) -> None:
@@ -241,7 +183,7 @@ class HostLinks:
         left, until = math.inf, 0.0
         while queued := sum(map(self.queued_bytes, self.linked)):
             if queued < left:
-                left, until = queued, time.monotonic() + _CONNECT_SECONDS
+                left, until = queued, time.monotonic() + _GONE_SECONDS
             elif time.monotonic() > until:
                 break
             time.sleep(0.01)
@@ -252,7 +194,12 @@ class HostLinks:
             return
         self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CONNECT_SECONDS)
+            self._thread.join(_GONE_SECONDS)
+
+    def abandon(self) -> None:
+        """End at once, without a word to the others; takes no lock, so a finalizer may call it anywhere."""
+        self._is_ending = self._is_closed = True
+        self.wake()
 
     def _end_connections(self) -> None:
         """Tell the others that nothing more comes, and wait until they have read all, if they are there.
@@ -269,7 +216,7 @@ class HostLinks:
             time.sleep(0.01)
 
     def _is_there(self, host: int) -> bool:
-        return time.monotonic() - self.heard(host) < _CONNECT_SECONDS
+        return time.monotonic() - self.heard(host) < _GONE_SECONDS
 
     def wake(self) -> None:
         """Have the thread look at once."""
@@ -293,7 +240,7 @@ class HostLinks:
 
     def _shut(self) -> None:
         with self._lock:
-            for connection in [*self._connections.values(), *self._accepted]:
+            for connection in [*self._connections.values(), *self._unnamed]:
                 connection.socket.close()
             self._connections.clear()
             for each in (self._listening, self._waker, self._wake_end):
@@ -305,28 +252,25 @@ class HostLinks:
             self._accept()
         elif source is self._wake_end:
             with suppress(BlockingIOError):
-                source.recv(_READ_BYTES)
+                source.recv(READ_BYTES)
         else:
             self._exchange(connection, events)
 
     def _accept(self) -> None:
         with suppress(OSError):
             sock, _ = self._listening.accept()
-            connection = _Connection(sock)
-            self._accepted.append(connection)
-            self._adopt(connection)
+            self._adopt(HostConnection(sock))
 
-    def _adopt(self, connection: _Connection) -> None:
+    def _adopt(self, connection: HostConnection) -> None:
+        self._unnamed.append(connection)
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def _watch_connections(self) -> None:
         """Take up new connections, wait until there is room for what is to be sent, and drop full ones."""
         while self._opened:
             host, sock = self._opened.popleft()
-            connection = _Connection(sock)
-            self._adopt(connection)
-            self._name(connection, host)
-        for connection in [*self._accepted, *self._connections.values()]:
+            self._adopt(HostConnection(sock, dialled=host))
+        for connection in [*self._unnamed, *self._connections.values()]:
             with self._lock:
                 queued = connection.queued_bytes
             is_silent = time.monotonic() - connection.heard > self._silent_seconds
@@ -336,7 +280,7 @@ class HostLinks:
                 events = selectors.EVENT_READ | selectors.EVENT_WRITE
                 self._selector.modify(connection.socket, events, connection)
 
-    def _exchange(self, connection: _Connection, events: int) -> None:
+    def _exchange(self, connection: HostConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 with self._lock:
@@ -348,21 +292,31 @@ class HostLinks:
         except (OSError, ValueError, KeyError):
             self._drop(connection)
 
-    def _receive(self, connection: _Connection, fields: Fields, payload: bytes) -> None:
+    def _receive(self, connection: HostConnection, fields: Fields, payload: bytes) -> None:
         assert self._listener is not None
         if connection.host is not None:
             self._listener.received(connection.host, fields, payload)
-        elif fields.get("kind") != "hello":
+        elif connection.dialled is not None and fields.get("kind") == "welcome":
+            self._name(connection, connection.dialled)
+        elif connection.dialled is not None or fields.get("kind") != "hello":
             raise ValueError("a stranger has connected")
         elif (host := fields["host"]) is None and self._may_join:
             answer = self._listener.greeted(fields)
-            connection.put(_frame(answer), urgent=True)
-        elif fields.get("token") == self._token and is_host_number(host) and host != self.number:
+            connection.put(frame(answer), urgent=True)
+        elif self._is_known(fields.get("token")) and is_host_number(host) and host != self.number:
+            connection.put(frame({"kind": "welcome"}), urgent=True)
             self._name(connection, host)
         else:
             raise ValueError("a stranger has connected")
 
-    def _name(self, connection: _Connection, host: int) -> None:
+    def _is_known(self, token: object) -> bool:
+        """Whether a host that says this token is one of ours; takes over the token of a loop to go on with."""
+        assert self._listener is not None
+        if token != self._token and self._may_join and self._listener.goes_on_with(token):
+            self._token = str(token)
+        return token == self._token
+
+    def _name(self, connection: HostConnection, host: int) -> None:
         """A connection's other side is known."""
         assert self._listener is not None
         with self._lock:
@@ -370,24 +324,27 @@ class HostLinks:
                 self._discard(before)  # it has connected anew
             connection.host = host
             self._connections[host] = connection
-            if connection in self._accepted:
-                self._accepted.remove(connection)
+            self._connecting.discard(host)
+            if connection in self._unnamed:
+                self._unnamed.remove(connection)
         self._listener.linked(host)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: HostConnection) -> None:
         with self._lock:
             self._discard(connection)
-            if connection in self._accepted:
-                self._accepted.remove(connection)
+            if connection in self._unnamed:
+                self._unnamed.remove(connection)
+            if connection.host is None and connection.dialled is not None:
+                self._retry(connection.dialled)
             host = connection.host
             if host is None or self._connections.get(host) is not connection:
                 return
             del self._connections[host]
-            self._retry_at[host] = time.monotonic() + _RETRY_SECONDS
+            self._retry(host)
         if self._listener is not None:
             self._listener.unlinked(host)
 
-    def _discard(self, connection: _Connection) -> None:
+    def _discard(self, connection: HostConnection) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
@@ -405,32 +362,16 @@ class HostLinks:
         hello = {"kind": "hello", "token": self._token, "host": self.number}
         try:
             sock = connect(place)
-            if sock is None:
-                return
-            sock.sendall(_frame(hello))
+            sock.sendall(frame(hello))
+        except OSError:
+            self._retry(host)
+        else:
             self._opened.append((host, sock))
             self.wake()
-        except OSError:
-            pass  # tried again later
-        finally:
-            self._retry_at[host] = time.monotonic() + _RETRY_SECONDS
-            self._connecting.discard(host)
 
-
-def _frame(fields: Fields, payload: bytes = b"") -> bytes:
-    text = json.dumps(fields).encode()
-    return _HEAD.pack(_MAGIC, len(text), len(payload)) + text + payload
-
-
-def _fields_of(text: bytearray) -> Fields:
-    """The fields of a message; raises ValueError if it is not ours."""
-    try:
-        fields = json.loads(text)
-    except RecursionError as error:  # lists in lists
-        raise ValueError("not a message of paceline's hosts") from error
-    if not isinstance(fields, dict):
-        raise ValueError("not a message of paceline's hosts")
-    return fields
+    def _retry(self, host: int) -> None:
+        self._retry_at[host] = time.monotonic() + _RETRY_SECONDS
+        self._connecting.discard(host)
 
 
 def is_host_number(value: object) -> bool:
@@ -444,56 +385,3 @@ def is_place(value: object) -> bool:
         case [[*addresses], int(port)]:
             return all(isinstance(each, str) for each in addresses) and 0 < port < 1 << 16
     return False
-
-
-def connect(place: Place) -> socket.socket | None:
-    """A connection to one of a host's addresses; None if none answers."""
-    addresses, port = place
-    for address in addresses:
-        with suppress(OSError):
-            return socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
-    return None
-
-
-def ask(place: Place, fields: Fields, *, seconds: float) -> Fields:
-    """Connect to a host, say something, and return its answer; raises OSError if there is none."""
-    sock = connect(place)
-    if sock is None:
-        raise ConnectionRefusedError(f"nobody answers at {', '.join(place[0])} port {place[1]}")
-    with sock:
-        sock.settimeout(seconds)
-        sock.sendall(_frame({"kind": "hello", "host": None, **fields}))
-        received = bytearray()
-        while len(received) < _HEAD.size or len(received) < _HEAD.size + _HEAD.unpack_from(received)[1]:
-            if not (chunk := sock.recv(_READ_BYTES)):
-                raise ConnectionResetError("the other host has closed the connection")
-            received += chunk
-    answer: Fields = json.loads(received[_HEAD.size :])
-    return answer
-
-
-def own_addresses(towards: str | None = None) -> list[str]:
-    """Addresses at which other hosts may reach this one, likely ones first.
-
-    Args:
-        towards: the address of another host, or of the store, if it is known.
-    """
-    found = [_address_of(name) for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    found.append(_address_towards(towards) if towards else None)
-    with suppress(OSError):
-        found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return list(dict.fromkeys([address for address in (*found, "127.0.0.1") if address]))
-
-
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial, suppress(OSError):
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(trial.fileno(), _SIOCGIFADDR, request)[20:24])
-    return None
-
-
-def _address_towards(other: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial, suppress(OSError):
-        trial.connect((other, 9))
-        return str(trial.getsockname()[0])
-    return None

@@ -1,6 +1,7 @@
 """What all hosts of an outer loop must have in common, and what its ranks begin with."""
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,16 @@ def digest_of_frozen(module: nn.Module, ignored: Sequence[str]) -> str:
             flat = FlatParameters([parameter]).read()
             digest.update(flat[:: -(-len(flat) // _FROZEN_SAMPLES)].numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def new_token(fingerprint: str) -> str:
+    """What only hosts of one new loop have; it tells the loop's settings too."""
+    return f"{fingerprint}, loop {secrets.token_hex(16)}"
+
+
+def is_of_equal_loop(token: object, fingerprint: str) -> bool:
+    """Whether a token is of a loop with these settings, this one or another."""
+    return isinstance(token, str) and token.rpartition(", loop ")[0] == fingerprint
 
 
 def check_equal(everyone: Sequence[Mapping[str, Any]]) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.host_links import Fields, HostLinks, Place, is_host_number, is_place
+from paceline.comm.host_connection import Fields, Place
+from paceline.comm.host_links import HostLinks, is_host_number, is_place
 from paceline.errors import OptionError, StepError
+from paceline.outer.agreement import is_of_equal_loop
 from paceline.outer.fragment import Fragment
 from paceline.outer.round_parts import DecidedRound
 from paceline.outer.rounds import Rounds
@@ -78,6 +80,8 @@ class HostExchange:
         self._schedule = schedule
         self._links = links
         self._fingerprint = fingerprint
+        self._token = ""
+        self._highest_number = 0  # that a host has had; another host never gets the same
         self._joins_from = time.monotonic() + joins_after
         self._changed = threading.Condition(threading.RLock())
         self.rounds = Rounds(0, [], fragments=len(fragments), grace=1.0, now=time.monotonic())
@@ -96,6 +100,7 @@ class HostExchange:
     ) -> None:
         """Connect to the other hosts."""
         self.rounds = rounds
+        self._token = token
         self._links.start(rounds.host, places, self, token=token, may_join=may_join)
 
     # What the training calls.
@@ -108,13 +113,7 @@ class HostExchange:
             while self._schedule.send_step(self._next_round) <= self.step:
                 self._send_next()
             self._due = [move for move in self._moves if move.at <= self.step]
-            together: dict[int, Move] = {}
-            for move in self._due:
-                before = together.get(move.fragment)
-                if before is not None and not move.replaces:
-                    move = replace(before, by=before.by + move.by)
-                together[move.fragment] = move
-            return together
+            return _together(self._due)
 
     def used(self, fragment: int) -> None:
         """This host has used what was due for a fragment; until then it stays due, if the step is lost."""
@@ -152,6 +151,16 @@ class HostExchange:
             elif move.fragment == fragment:
                 own.add_(move.by)
         return own
+
+    def present(self) -> list[int]:
+        """The other hosts that are there, and have the common state."""
+        with self._changed:
+            return self.rounds.present(time.monotonic())
+
+    def away(self) -> list[int]:
+        """The other hosts from which nothing comes."""
+        with self._changed:
+            return self.rounds.away(time.monotonic())
 
     def wait_for(self, is_so: Callable[[Rounds, float], bool], seconds: float) -> bool:
         """Wait until something is so."""
@@ -270,7 +279,7 @@ class HostExchange:
         with self._changed:
             self.rounds.linked(host, time.monotonic())
             # Where hosts meet, the one that listens may be started again, and does not know where they are.
-            for number, place in {**self._links.places, self.rounds.host: self._links.own_place()}.items():
+            for number, place in {**self._links.places, self.rounds.host: self._links.own_place}.items():
                 if number != host:
                     self._links.send(host, {"kind": "place", "number": number, "place": place})
             self._flush()
@@ -290,19 +299,38 @@ class HostExchange:
             if fields["fingerprint"] != self._fingerprint:
                 return {"refused": self._fingerprint}
             number, place = fields["again"], fields["place"]
+            if fields["token"] != self._token:
+                number = None  # it had that number in another loop
             if not (number is None or is_host_number(number)) or not is_place(place):
                 raise ValueError("a stranger asks")
             if not number:  # 0 is the number of this host, which listens now in place of the other
                 if time.monotonic() < self._joins_from:
                     raise ValueError("hosts cannot join yet: they ask again")
-                number = max(self.rounds.host, *self.rounds.peers, *self._links.places, 0) + 1
-            known = {**self._links.places, self.rounds.host: (fields["met_at"], self._links.port)}
+                number = self._new_number()
+            known = {**self._links.places, self.rounds.host: self._links.own_place}
             known.pop(number, None)
             self._links.add(number, place)
             newcomer = {"kind": "newcomer", "number": number, "place": place}
             for host in self._links.linked:
                 self._links.send(host, newcomer, urgent=True)
-            return {"number": number, "places": [*known.items()]}
+            return {"number": number, "token": self._token, "places": [*known.items()]}
+
+    def goes_on_with(self, token: object) -> bool:
+        """A host of another loop connects: go on with that loop if nobody has been in this one yet.
+
+        It was told no goodbye, so the host that listened before was lost, and this one is in its place.
+        """
+        with self._changed:
+            is_new_here = not self.rounds.peers and not self._highest_number
+            goes_on = is_new_here and is_of_equal_loop(token, self._fingerprint)
+            if goes_on:
+                self._token = str(token)
+            return goes_on
+
+    def _new_number(self) -> int:
+        numbers = [self._highest_number, self.rounds.host, *self.rounds.peers, *self._links.places]
+        self._highest_number = max(numbers) + 1
+        return self._highest_number
 
     def received(self, host: int, fields: Fields, payload: bytes) -> None:
         """A message has come; raises ValueError if no host of the same loop sends such a message."""
@@ -347,6 +375,8 @@ class HostExchange:
         elif kind == "goodbye":
             self._has_left |= host < self.rounds.host and self.rounds.peers[host].has_finished
             self.rounds.left(host)
+            self._links.forget(host)
+            self._highest_number = max(self._highest_number, host)
         elif kind in {"newcomer", "place"}:
             if is_host_number(fields["number"]) and is_place(fields["place"]):
                 self._receive_place(host, fields["number"], fields["place"], is_new=kind == "newcomer")
@@ -378,9 +408,26 @@ class HostExchange:
         fragment = self._schedule.fragment(number)
         by = self._fragments[fragment].step(number, decided.changes, self.rounds.host)
         if by is not None:
-            self._moves.append(Move(fragment, by, self._schedule.use_step(number)))
+            self._add_move(Move(fragment, by, self._schedule.use_step(number)))
         if number >= self._next_round:  # the others went on without this host
             self._go_to(self._schedule.send_step(number))
+
+    def _add_move(self, move: Move) -> None:
+        """Have one more move; those that the next step would make at once become one.
+
+        While training does not step, such as in a long evaluation, their number would grow without limit.
+        """
+        self._moves.append(move)
+        waiting = [
+            each
+            for each in self._moves
+            if each.fragment == move.fragment and each.at <= self.step + 1 and each not in self._due
+        ]
+        if len(waiting) > 1:
+            first, *others = waiting
+            merged = _together(waiting)[move.fragment]
+            moves = [each for each in self._moves if each not in others]
+            self._moves = [merged if each is first else each for each in moves]
 
     def _go_to(self, step: int) -> None:
         self.step = max(self.step, step)
@@ -401,7 +448,7 @@ class HostExchange:
                 self._moves = [each for each in self._moves if each.fragment != number]
                 self._moves.append(Move(number, fragment.common.clone(), 0, replaces=True))
             else:
-                self._moves.append(Move(number, move, 0))
+                self._add_move(Move(number, move, 0))
         self._to_encode.clear()
         self._take_history(fields["history"], fields["step"])
 
@@ -431,6 +478,17 @@ class HostExchange:
         )
         fields = {"kind": "state", "step": self.step, "history": self.rounds.history}
         self._links.send(host, fields, content)
+
+
+def _together(moves: Sequence[Move]) -> dict[int, Move]:
+    """One move per fragment that does what these do one after the other."""
+    together: dict[int, Move] = {}
+    for move in moves:
+        before = together.get(move.fragment)
+        if before is not None and not move.replaces:
+            move = replace(before, by=before.by + move.by)
+        together[move.fragment] = move
+    return together
 
 
 def _tensors_of(fragment: Fragment) -> dict[str, Tensor]:

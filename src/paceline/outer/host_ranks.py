@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.errors import StepError
 from paceline.watch.rank_page import Activity
 
 BYTES_AT_ONCE = 64 << 20
@@ -26,14 +27,26 @@ class HostRanks:
         self._wrapper = wrapper
         self.speaker = 0
 
-    def tell(self, own: Sequence[float]) -> list[float]:
-        """What the speaker says, on every rank; the others say zeros."""
+    def tell(self, own: Sequence[float], *, failure: Exception | None) -> list[float]:
+        """What the speaker says, on every rank; the others say zeros.
+
+        Args:
+            own: what this rank says.
+            failure: what keeps the speaker from saying it. It is raised, and the other ranks raise, too.
+        """
         group = self._wrapper._group
-        told = torch.tensor(own, dtype=torch.float64)
+        told = torch.tensor([*own, float(failure is not None)], dtype=torch.float64)
         if group.size > 1:
             with self.waiting():
                 told = group.all_reduce_on_host(told).wait(_ignore)
-        return [*map(float, told.tolist())]
+        if failure is not None:
+            raise failure
+        *said, has_failed = map(float, told.tolist())
+        if has_failed:
+            raise StepError(
+                f"the exchange with other hosts has failed on rank {self.speaker} of this host: see its error"
+            )
+        return said
 
     def spread(self, value: Tensor) -> None:
         """Give the speaker's value to every rank."""

@@ -1,20 +1,16 @@
 """``paceline.OuterLoop``: exact averages inside a host in every step, and outer steps between hosts."""
 
 import contextlib
-import os
-import secrets
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
 from paceline.comm.group import Group
 from paceline.comm.host_groups import open_group_of, ranks_by_host, ranks_by_member
-from paceline.comm.host_links import HostLinks, Place, own_addresses
 from paceline.comm.membership import own_membership
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import MeetingError, OptionError, StepError, UnsupportedError
@@ -22,20 +18,16 @@ from paceline.hooks.compressed import compressor_of, int4
 from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
 from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
-from paceline.outer.agreement import check_equal, digest_of_frozen, digest_of_shapes, digest_of_values
-from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
+from paceline.outer.fragment import OuterOptimizer
 from paceline.outer.host_exchange import HostExchange, Move
 from paceline.outer.host_meeting import HostMeeting
 from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
+from paceline.outer.other_hosts import OtherHosts
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule, cut_evenly
 from paceline.watch.stall import shorten_names
 
 _FRAGMENTS = 4
-# What may wait for a host that is away, in sizes of all parameters.
-_QUEUED_MODELS = 4
-_MIN_QUEUED_BYTES = 64 << 20
-_SILENT_GRACES = 4
 _LOOK_SECONDS = 1.0
 _MEET_SECONDS = 60.0
 _FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish() was interrupted"
@@ -43,6 +35,11 @@ _FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish()
 _KIND_OF = {None: 0.0, False: 1.0, True: 2.0}
 # Those of this process that may still be in use.
 _loops: "weakref.WeakSet[OuterLoop]" = weakref.WeakSet()
+# Of a wrapper that a loop has moved: the process group of all hosts, and the one of its host.
+_moved_from: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Any, Any]]" = (
+    weakref.WeakKeyDictionary()
+)
+_T = TypeVar("_T")
 
 
 class OuterLoop(StepsWithWrapper):
@@ -114,7 +111,6 @@ class OuterLoop(StepsWithWrapper):
                 f"inner out (meet: {meet}, inner: {inner})"
             )
         self._wrapper = ddp
-        self._grace = grace
         self._meet = None if meet is None else HostMeeting.parse(meet)
         self._refuse_second_loop_at_meeting()
         # Of empty ones there is nothing to send, and compressors need at least one element.
@@ -127,20 +123,25 @@ class OuterLoop(StepsWithWrapper):
             )
         usual = min(period // max(count, 1), period - 1)
         self._schedule = Schedule(period, count, usual if overlap is None else overlap)
-        self._compressor = compressor_of(int4() if compressor is None else compressor)
-        self._optimizer = OuterOptimizer(lr, momentum)
         ranges = cut_evenly([parameter.numel() for parameter in parameters], count)
         self._parameters = [[parameters[index] for index in part] for part in ranges]
-        self._flat = [FlatParameters(part) for part in self._parameters]
+        self._others = OtherHosts(
+            ddp,
+            self._parameters,
+            schedule=self._schedule,
+            compressor=compressor_of(int4() if compressor is None else compressor),
+            optimizer=OuterOptimizer(lr, momentum),
+            grace=grace,
+            meeting=self._meet,
+        )
+        self._flat = self._others.flat
         self._ranks = HostRanks(ddp)
         self._moves = 0  # how many moves this rank has made
         self._is_alone = False
         self._over = ""  # why this loop makes no more steps
         self._sharing: list[int] = []  # the fragments that are moved in this step and have not been
-        self._saved: Mapping[str, Any] = {}  # a state that was loaded before hosts have met
+        self._failure: Exception | None = None  # of the exchange, which all ranks of the host have to know
         self._steps = 0
-        self._exchange: HostExchange | None = None
-        self._number: int | None = None  # this host's, where hosts meet
         self._group = ddp._group
         self._meet_seconds = _MEET_SECONDS
         if (membership := own_membership()) is not None:
@@ -149,7 +150,7 @@ class OuterLoop(StepsWithWrapper):
             self._open_among_hosts(inner)
             self._group = ddp._group
         else:
-            self._open_by_meeting()
+            self._meet_if_first()
         _loops.add(self)
 
     def _refuse_second_loop_at_meeting(self) -> None:
@@ -165,43 +166,50 @@ class OuterLoop(StepsWithWrapper):
     @property
     def hosts(self) -> list[int]:
         """The other hosts that are there; empty on ranks that do not talk to them."""
-        exchange = self._exchange
-        return [] if exchange is None else exchange.rounds.present(time.monotonic())
+        return [] if self._exchange is None else self._exchange.present()
+
+    @property
+    def _exchange(self) -> HostExchange | None:
+        return self._others.exchange
+
+    @property
+    def _number(self) -> int | None:
+        return None if self._others.known_as is None else self._others.known_as.number
 
     # The start.
 
     def _open_among_hosts(self, inner: Any) -> None:
-        """All hosts are in the wrapper's group."""
-        group = self._wrapper._group
+        """All hosts are in the wrapper's group, or were before an earlier loop moved it."""
+        group = self._group_of_all_hosts()
         hosts = [[0]]
         if group.size > 1:
             hosts = ranks_by_host(group) if isinstance(inner, str) else ranks_by_member(group, inner)
         [own] = [ranks for ranks in hosts if group.rank in ranks]
-        is_speaker = group.rank == own[0]
-        links = self._make_links() if is_speaker and len(hosts) > 1 else None
-        everyone = self._compare(group, links)
         self._is_alone = len(hosts) == 1
-        if self._is_alone:
-            return
-        self._move_wrapper(open_group_of(group, own) if isinstance(inner, str) else inner)
-        if links is not None:
-            places = {host: everyone[ranks[0]]["place"] for host, ranks in enumerate(hosts)}
-            number = hosts.index(own)
-            del places[number]
-            self._start(links, number, places, token=everyone[0]["token"], is_current=True)
+        has_to_move = not self._is_alone and not self._is_wrapper_in(group, own, inner)
+        if has_to_move and self._wrapper._host_parameters is not None:
+            raise UnsupportedError("make the OuterLoop before the HostOptimizer: it moves the wrapper")
+        self._others.open_among(group, hosts)
+        if has_to_move:
+            self._move_wrapper(group, open_group_of(group, own) if isinstance(inner, str) else inner)
 
-    def _compare(self, group: Group, links: HostLinks | None) -> list[dict[str, Any]]:
-        """What every rank says; raises if ranks have different loops, or begin with different parameters."""
-        place = None if links is None else (own_addresses(os.environ.get("MASTER_ADDR")), links.port)
-        own = {
-            "settings": self._fingerprint(),
-            "values": digest_of_values(self._parameters),
-            "place": place,
-            "token": secrets.token_hex(16),
-        }
-        everyone = [own] if group.size == 1 else group.gather_objects(own, self._wrapper.join_device)
-        check_equal(everyone)
-        return everyone
+    def _group_of_all_hosts(self) -> Group:
+        ddp = self._wrapper
+        everyone, host = _moved_from.get(ddp, (None, None))
+        return Group(everyone) if everyone is not None and ddp.process_group is host else ddp._group
+
+    def _is_wrapper_in(self, group: Group, own: Sequence[int], inner: Any) -> bool:
+        """Whether the wrapper averages among the ranks of this host already, after an earlier loop."""
+        if not isinstance(inner, str):
+            return inner is self._wrapper.process_group
+        current = self._wrapper._group
+        return current.name_ranks(range(current.size)) == group.name_ranks(own)
+
+    def _move_wrapper(self, group: Group, inner: Any) -> None:
+        """Average among the ranks of this host from now on."""
+        ddp = self._wrapper
+        ddp._go_on_in(inner, step=ddp._reducer.step_number)
+        _moved_from[ddp] = (group.process_group, inner)
 
     def _prepare_for_healing(self, lost_after: float) -> None:
         """Until the first step each rank is alone, so that none can talk for its host: see _regroup."""
@@ -212,80 +220,10 @@ class OuterLoop(StepsWithWrapper):
             )
         self._meet_seconds = min(_MEET_SECONDS, lost_after / 2)  # or the launcher takes this rank for lost
 
-    def _open_by_meeting(self) -> None:
+    def _meet_if_first(self) -> None:
         """Each host is a job of its own."""
         if self._wrapper._group.rank == 0:
-            self._meet_hosts()
-
-    def _meet_hosts(self) -> None:
-        assert self._meet is not None
-        met = self._meet.meet(
-            self._make_links,
-            self._fingerprint(),
-            number=self._number,
-            seconds=self._meet_seconds,
-            grace=self._grace,
-        )
-        self._start(
-            met.links, met.number, met.places, is_current=met.number == 0, joins_after=met.joins_after
-        )
-
-    def _make_links(self, bind: tuple[str, int] = ("", 0)) -> HostLinks:
-        nbytes = sum(flat.numel * flat.dtype.itemsize for flat in self._flat)
-        return HostLinks(
-            max_queued_bytes=max(_MIN_QUEUED_BYTES, _QUEUED_MODELS * nbytes),
-            silent_seconds=_SILENT_GRACES * self._grace,
-            bind=bind,
-        )
-
-    def _start(
-        self,
-        links: HostLinks,
-        number: int,
-        places: Mapping[int, Place],
-        *,
-        is_current: bool,
-        token: str = "",
-        joins_after: float = 0.0,
-    ) -> None:
-        fragments = [Fragment(part, self._compressor, self._optimizer) for part in self._flat]
-        rounds = Rounds(
-            number,
-            [*places],
-            fragments=len(fragments),
-            grace=self._grace,
-            now=time.monotonic(),
-            is_current=is_current,
-            # Where hosts meet, they need not have begun with equal parameters.
-            beginning="start" if self._meet is None else secrets.token_hex(8),
-            life=secrets.token_hex(8),
-        )
-        self._number = number
-        self._exchange = HostExchange(
-            fragments, self._schedule, links, self._fingerprint(), joins_after=joins_after
-        )
-        if self._meet is None:
-            self._exchange.start(rounds, places, token=token)
-        else:  # a host of another loop may have known this place
-            self._exchange.start(rounds, places, token=self._fingerprint(), may_join=True)
-        if self._saved:
-            self._exchange.load_state_dict(self._saved)
-
-    def _move_wrapper(self, inner: Any) -> None:
-        """Average among the ranks of this host from now on."""
-        ddp = self._wrapper
-        if ddp._host_parameters is not None:
-            raise UnsupportedError("make the OuterLoop before the HostOptimizer: it moves the wrapper")
-        ddp._go_on_in(inner, step=ddp._reducer.step_number)
-
-    def _fingerprint(self) -> str:
-        """What all hosts must have in common."""
-        shapes = digest_of_shapes(self._parameters)
-        own = f"{self._schedule}, {self._optimizer}, {self._compressor.name}, parameters {shapes}"
-        if self._meet is None:  # those of one process group are equal already, or were ignored on purpose
-            return own
-        ddp = self._wrapper
-        return f"{own}, frozen parameters {digest_of_frozen(ddp.module, ddp.parameters_to_ignore)}"
+            self._others.meet(seconds=self._meet_seconds)
 
     # Training.
 
@@ -301,7 +239,18 @@ class OuterLoop(StepsWithWrapper):
             return
         self._follow_group()
         self._check_trained()
-        self._share({} if self._exchange is None else self._exchange.after_step())
+        moves: Mapping[int, Move] = {}
+        self._share(self._of_exchange(lambda exchange: exchange.after_step(), otherwise=moves))
+
+    def _of_exchange(self, ask: Callable[[HostExchange], _T], *, otherwise: _T) -> _T:
+        """What the exchange says, if this rank has one; if it fails, all ranks of the host are told next."""
+        if self._exchange is None or self._failure is not None:
+            return otherwise
+        try:
+            return ask(self._exchange)
+        except Exception as error:
+            self._failure = error
+            return otherwise
 
     def _check_trained(self) -> None:
         """Raise if parameters are trained that are not exchanged."""
@@ -324,7 +273,7 @@ class OuterLoop(StepsWithWrapper):
             _KIND_OF[None if number not in moves else moves[number].replaces]
             for number in range(len(self._flat))
         ]
-        told = self._ranks.tell(kinds)
+        told = self._ranks.tell(kinds, failure=self._failure)
         self._sharing = [number for number, kind in enumerate(told) if kind]
         shared = self._wrapper._host_parameters
         for number in [*self._sharing]:
@@ -350,11 +299,12 @@ class OuterLoop(StepsWithWrapper):
                 self._regroup(self._group)
 
     def _regroup(self, group: Group) -> None:
-        own = (self._exchange is not None, self._moves, self._number)
+        others = self._others
+        own = (self._exchange is not None, self._moves, others.known_as)
         everyone = [own] if group.size == 1 else group.gather_objects(own)
         speakers = [rank for rank, (speaks, _, _) in enumerate(everyone) if speaks]
         self._ranks.speaker = speakers[0] if speakers else 0
-        self._number = next((number for _, _, number in everyone if number is not None), None)
+        others.known_as = next((known_as for _, _, known_as in everyone if known_as is not None), None)
         counts = [moves for _, moves, _ in everyone]
         for number in self._sharing[: max(counts) - self._moves]:
             self._moved(number)
@@ -366,19 +316,19 @@ class OuterLoop(StepsWithWrapper):
         self._moves = max(counts)
         if not speakers and self._meet is not None:
             self._meet_for_host(group)
+        others.forget_saved()
 
     def _meet_for_host(self, group: Group) -> None:
-        """Have one rank meet the other hosts; the others keep its number, in case that it is lost."""
+        """Have one rank meet the other hosts; the others keep its name, in case that it is lost."""
         failure: Exception | None = None
         if group.rank == self._ranks.speaker:
             try:
-                self._meet_hosts()
+                self._others.meet(seconds=self._meet_seconds)
             except Exception as error:  # the other ranks have to know
                 failure = error
-        self._saved = {}  # from here on hosts have a newer state
-        own = (self._number, "" if failure is None else repr(failure))
+        own = (self._others.known_as, "" if failure is None else repr(failure))
         everyone = [own] if group.size == 1 else group.gather_objects(own)
-        self._number, words = everyone[self._ranks.speaker]
+        self._others.known_as, words = everyone[self._ranks.speaker]
         if failure is not None:
             raise failure
         if words:
@@ -400,29 +350,28 @@ class OuterLoop(StepsWithWrapper):
             if not self._is_alone:
                 self._finish()
         except BaseException:
-            self._leave()
+            self._others.close()
             raise
         self._over = _FINISHED
 
     def _finish(self) -> None:
         self._follow_group()
-        exchange = self._exchange
-        if exchange is not None:
-            exchange.finish()
+        nothing: Mapping[int, Move] = {}
+        self._of_exchange(lambda exchange: exchange.finish(), otherwise=None)
         self._wait_for(lambda rounds, now: rounds.all_finished(now))
-        last = 0 if exchange is None else exchange.send_last()
+        last = self._of_exchange(lambda exchange: exchange.send_last(), otherwise=0)
         self._wait_for(lambda rounds, _: rounds.decided >= last)
         self._wait_for(lambda rounds, now: rounds.all_decided(now))
-        self._share({} if exchange is None else exchange.common_values())
+        self._share(self._of_exchange(lambda exchange: exchange.common_values(), otherwise=nothing))
         self._share_buffers()
         self._warn_of_missing_hosts()
-        self._leave()
+        self._others.close()
 
     def _warn_of_missing_hosts(self) -> None:
-        if self._exchange is not None and (away := self._exchange.rounds.away(time.monotonic())):
+        if self._exchange is not None and (away := self._exchange.away()):
             warnings.warn(
                 "hosts are away at the end of training, so they have another model than this one "
-                f"(hosts: {away}, here: host {self._exchange.rounds.host})",
+                f"(hosts: {away}, here: host {self._number})",
                 stacklevel=4,
             )
 
@@ -430,9 +379,11 @@ class OuterLoop(StepsWithWrapper):
         """Wait until something is so on the speaker; it says every second that it still waits."""
         is_over = False
         while not is_over:
-            exchange = self._exchange
-            own = [0.0, 0.0] if exchange is None else [1.0, float(exchange.wait_for(is_so, _LOOK_SECONDS))]
-            has_speaker, is_reached = self._ranks.tell(own)
+            is_now = self._of_exchange(
+                lambda exchange: exchange.wait_for(is_so, _LOOK_SECONDS), otherwise=False
+            )
+            own = [float(self._exchange is not None), float(is_now)]
+            has_speaker, is_reached = self._ranks.tell(own, failure=self._failure)
             is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
 
     def _share_buffers(self) -> None:
@@ -446,7 +397,7 @@ class OuterLoop(StepsWithWrapper):
             if received is None:
                 warnings.warn(
                     "the module buffers of the first host have not come, so this host keeps its own "
-                    f"(here: host {self._exchange.rounds.host})",
+                    f"(here: host {self._number})",
                     stacklevel=4,
                 )
             else:
@@ -460,12 +411,7 @@ class OuterLoop(StepsWithWrapper):
     def close(self) -> None:
         """Leave the other hosts; this host keeps the parameters that it has."""
         self._over = self._over or _CLOSED
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = None
+        self._others.close()
 
     def __enter__(self) -> Self:
         return self
@@ -483,7 +429,7 @@ class OuterLoop(StepsWithWrapper):
 
         Save it with the model, by the first rank of each host. Any rank may call this alone.
         """
-        return {} if self._exchange is None else self._exchange.state_dict()
+        return self._others.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; ranks that do not talk to other hosts ignore it.
@@ -491,10 +437,7 @@ class OuterLoop(StepsWithWrapper):
         Hosts that load states of different steps agree: those that are behind take over the state of the
         others.
         """
-        if self._exchange is not None and state:
-            self._exchange.load_state_dict(state)
-        elif state:
-            self._saved = state  # for the rank that will talk to other hosts
+        self._others.load_state_dict(state)
 
 
 def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:

@@ -139,11 +139,12 @@ class Recorder:
         row = self._row
         if self._has_ended:
             row = self._close_row(now)
-        if not row[StepColumn.BEGIN]:
+        if row[StepColumn.BEGIN]:
+            row[StepColumn.KNOWN_BEFORE_FORWARD] = self._known_inside()
+        else:
             row[StepColumn.BEGIN] = now
         row[StepColumn.FORWARDS] += 1
         row[StepColumn.FORWARD_START] = now
-        row[StepColumn.KNOWN_BEFORE_FORWARD] = self._known_inside()
         row[StepColumn.BUFFERS_END] = row[StepColumn.JOIN_END] = 0
 
     def joined(self) -> None:

@@ -1,6 +1,7 @@
 """Hosts that meet, under attack: other models, other states, ends at odd moments."""
 
 import contextlib
+import gc
 import math
 import os
 import socket
@@ -18,7 +19,7 @@ from torch import Tensor, distributed, nn
 from paceline import DistributedDataParallel, OuterLoop
 from paceline.comm.shm.local_ranks import HOST_VARIABLE
 from paceline.errors import MismatchError, OptionError, StepError
-from paceline.outer import host_meeting, outer_loop
+from paceline.outer import host_meeting, other_hosts
 from paceline.testing import run_ranks
 
 SECONDS = 20.0
@@ -111,7 +112,7 @@ def test_a_host_that_joins_takes_the_parameters_of_the_others_whatever_its_own_a
 
 
 def join_with_bfloat16(host: int, port: int) -> list[Tensor]:
-    outer_loop._MIN_QUEUED_BYTES = 0  # as if the model were large
+    other_hosts._MIN_QUEUED_BYTES = 0  # as if the model were large
     with job(host):
         torch.manual_seed(host)
         net = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 1)).bfloat16()
@@ -245,3 +246,91 @@ def make_two_loops(_: int, port: int) -> None:
 
 def test_two_modules_that_would_meet_at_one_address_are_refused() -> None:
     run_ranks(make_two_loops, 1, args=(free_port(),), backend=None)
+
+
+def lose_a_loop(_: int, port: int) -> None:
+    meet = f"127.0.0.1:{port}"
+    with job(0):
+        ddp = DistributedDataParallel(nn.Linear(8, 8))
+        outer = OuterLoop(ddp, meet=meet)
+        assert outer._exchange is not None
+        thread = outer._exchange._links._thread
+        del outer  # such as after an error in training
+        gc.collect()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        with OuterLoop(ddp, meet=meet) as another:
+            assert another._number == 0
+
+
+def test_a_loop_that_nothing_refers_to_leaves_its_place_to_another() -> None:
+    run_ranks(lose_a_loop, 1, args=(free_port(),), backend=None)
+
+
+def run_two_loops_at_one_address(host: int, port: int) -> Any:
+    """The first host closes its first loop, and begins another; the second host stays."""
+    with job(host):
+        torch.manual_seed(host)
+        outer, ddp = meeting(host, port, nn.Linear(8, 8), grace=0.5)
+        if host == 1:
+            train(outer, ddp, 400)
+            assert outer._exchange is not None
+            before = outer._exchange.rounds.decided
+            train(outer, ddp, 100)
+            decided = outer._exchange.rounds.decided - before
+            seen = outer.hosts
+            outer.close()
+            return decided, seen
+        train(outer, ddp, 20)
+        outer.close()
+        net = nn.Linear(8, 8)
+        start = values(net)
+        ddp = DistributedDataParallel(net)
+        another = OuterLoop(ddp, meet=f"127.0.0.1:{port}", grace=0.5, period=4)
+        train(another, ddp, 300, lr=0.0)
+        seen = another.hosts
+        another.close()
+        return all(map(torch.equal, start, values(net))), seen
+
+
+def test_a_host_of_an_earlier_loop_neither_takes_over_a_later_one_nor_waits_for_it() -> None:
+    later, earlier = run_ranks(run_two_loops_at_one_address, 2, args=(free_port(),), backend=None)
+    assert later == (True, [])
+    decided, seen = earlier
+    assert 45 <= decided <= 55, "two fragments every four steps"
+    assert seen == []
+
+
+def listen_again(rank: int, port: int) -> tuple[int, list[float]]:
+    """The first host is lost without a goodbye, and its job is started again with other parameters."""
+    with job(rank):
+        torch.manual_seed(rank)
+        outer, ddp = meeting(rank, port, nn.Linear(8, 8))
+        train(outer, ddp, 12)
+        if rank == 0:
+            assert outer._exchange is not None
+            outer._exchange._links.abandon()
+            outer.close()
+            torch.manual_seed(2)
+            outer, ddp = meeting(0, port, nn.Linear(8, 8))
+            until = time.monotonic() + SECONDS
+            while outer._exchange is not None and outer._exchange.step < 12 and time.monotonic() < until:
+                time.sleep(0.01)
+            train(outer, ddp, 12)
+        else:
+            until = time.monotonic() + SECONDS
+            while outer.hosts and time.monotonic() < until:
+                time.sleep(0.01)
+            while not outer.hosts and time.monotonic() < until:
+                time.sleep(0.01)
+            train(outer, ddp, 12)
+        assert outer._exchange is not None
+        steps = outer._exchange.step
+        outer.finish()
+        return steps, [*map(float, ddp.module.weight.flatten().tolist())]
+
+
+def test_the_first_host_goes_on_with_the_others_when_its_job_is_started_again() -> None:
+    (first, ours), (second, theirs) = run_ranks(listen_again, args=(free_port(),), backend=None)
+    assert ours == theirs
+    assert min(first, second) >= 24

@@ -352,7 +352,8 @@ def test_more_backwards_than_usual_that_accumulate_are_no_pause(recorded: Record
 
 def test_more_batches_than_usual_for_an_accumulation_are_no_pause(recorded: Recorded) -> None:
     [(_, found)] = recorded("accumulation_of_batches")
-    assert found.pauses == []
+    # A busy machine may pause, but not for as long as the six times eight batches take.
+    assert sum(each.total_ms for each in found.pauses) < 3 * 8 * SHORT * 1000
     assert found.parts["DataLoader"] > SHORT * 1000 * 13 / 4 * 0.8
 
 

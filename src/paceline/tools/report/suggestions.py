@@ -14,7 +14,7 @@ _WORTH = 0.08
 # The share of a step from which it is worth a look what the script does there.
 _LARGE = 0.25
 # The share of the wall time from which pauses are worth a change.
-LARGE_PAUSES = 0.1
+_LARGE_PAUSES = 0.1
 _FEW_BUCKETS, _MANY_BUCKETS = 4, 16
 _SMALL_BUCKET = _MIB // 2
 _SMALLEST_CAP = _MIB // 4
@@ -78,10 +78,10 @@ class RunFacts:
     @property
     def large_pauses(self) -> Sequence[PauseSummary]:
         """If pauses are worth a change, the largest ones and all others that are a good part of them."""
-        if self.paused_share < LARGE_PAUSES:
+        if self.paused_share < _LARGE_PAUSES:
             return []
         first, *others = self.pauses
-        return [first, *(each for each in others if each.share >= LARGE_PAUSES / 2)]
+        return [first, *(each for each in others if each.share >= _LARGE_PAUSES / 2)]
 
     @property
     def sees_optimizer(self) -> bool:
