@@ -310,7 +310,7 @@ class HostLinks:
             raise ValueError("a stranger has connected")
 
     def _is_known(self, token: object) -> bool:
-        """Whether a host that says this token is one of ours; takes over the token of a loop to go on with."""
+        """Whether a host with this token is one of ours; takes over the token of a loop to go on with."""
         assert self._listener is not None
         if token != self._token and self._may_join and self._listener.goes_on_with(token):
             self._token = str(token)

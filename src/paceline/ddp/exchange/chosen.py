@@ -41,6 +41,11 @@ class ChosenExchange(Exchange):
         """The hook's description."""
         return self._by_hook.description
 
+    @property
+    def signature(self) -> str:
+        """The hook's signature."""
+        return self._by_hook.signature
+
     def for_group(self, group: Group) -> "ChosenExchange":
         """The same among other ranks; what the hook remembers stays."""
         self._hook.release()
