@@ -20,6 +20,7 @@ from paceline.testing.forkserver import ForkServer
 from paceline.testing.messages import Call, Died, RankAnswer, RankFiles, Returned, unpack
 from paceline.testing.rank_answers import Deadline, RankAnswers
 from paceline.testing.rank_process import CALL, END_SIGNAL, RankSetup
+from paceline.watch.stacks import signal_thread
 
 T = TypeVar("T")
 
@@ -181,9 +182,12 @@ class StartedRanks:
         running = [rank for rank in self._ranks if rank.is_running]
         # Stopped until all have the signal: otherwise a rank sees that another one is gone, and leaves the
         # line that it waited in before it writes its stacks.
-        for number in (signal.SIGSTOP, END_SIGNAL, signal.SIGCONT):
-            for rank in running:
-                rank.send(number)
+        for rank in running:
+            rank.send(signal.SIGSTOP)
+        for rank in running:
+            rank.ask_for_stacks()
+        for rank in running:
+            rank.send(signal.SIGCONT)
         until = time.monotonic() + END_SECONDS
         for rank in running:
             wait([rank.pidfd], max(0.0, until - time.monotonic()))
@@ -256,6 +260,12 @@ class RankHandle:
         """Send a signal to the rank, which may have ended already."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def ask_for_stacks(self) -> None:
+        """Tell the rank to write its stacks and end."""
+        # To its main thread, which then runs nothing else before; the process is not reaped yet.
+        if not signal_thread(self._pid, self._pid, END_SIGNAL):
+            self.send(END_SIGNAL)
 
     def stacks(self) -> str:
         """The stacks that the rank wrote when it ended; empty if it could not."""

@@ -198,7 +198,7 @@ def ask_for_stack(pid: int, watcher: int, signum: int, path: str, thread: int) -
         return []
     try:
         before = os.fstat(file).st_size
-        if not _send(pid, watcher, signum):
+        if not signal_thread(pid, watcher, signum):
             return []
         return parse_dump(_read_answer(file, before), thread)
     except OSError:
@@ -207,7 +207,8 @@ def ask_for_stack(pid: int, watcher: int, signum: int, path: str, thread: int) -
         os.close(file)
 
 
-def _send(pid: int, thread: int, signum: int) -> bool:
+def signal_thread(pid: int, thread: int, signum: int) -> bool:
+    """Send a signal to one thread of a process; returns whether it was sent."""
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
     return tgkill is not None and tgkill(pid, thread, signum) == 0
 

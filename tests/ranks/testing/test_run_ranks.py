@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError
 from paceline.testing import RankDiedError, RanksError, RemoteError, run_ranks
+from paceline.testing.rank_process import END_SIGNAL
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -147,6 +148,11 @@ def hang_on_one(rank: int) -> None:
 
 def stop_itself(_: int) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def answer_nothing(_: int) -> None:
+    signal.signal(END_SIGNAL, signal.SIG_IGN)
+    time.sleep(300)
 
 
 def hang_at_the_end(_: int) -> None:
@@ -363,10 +369,16 @@ def test_the_deadline_names_the_ranks_that_had_finished() -> None:
     assert "rank 0 had finished" in text
 
 
-def test_the_deadline_ends_a_rank_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.testing.rank_pool.END_SECONDS", 0.2)
+def test_the_deadline_shows_where_a_rank_was_stopped() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(stop_itself, 1, timeout=1.0)
+    assert "in stop_itself" in str(caught.value.exceptions[0])
+
+
+def test_the_deadline_ends_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.testing.rank_pool.END_SECONDS", 0.2)
+    with pytest.raises(RanksError) as caught:
+        run_ranks(answer_nothing, 1, timeout=1.0)
     assert "left no stacks" in str(caught.value.exceptions[0])
 
 

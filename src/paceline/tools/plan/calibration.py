@@ -109,7 +109,7 @@ class _Answered:
 
 
 @dataclass
-class _OtherHosts:
+class _StandInHosts:
     """Stands for the leaders of the other hosts: each sends what this one sends.
 
     Attributes:
@@ -300,7 +300,7 @@ def _hook_stages(
     hook: hooks.Hook, share: _Share, hosts: int, leaders: float
 ) -> tuple[list[HookStage], float]:
     """Run a hook some times: its stages, with the median of the seconds, and the seconds after the last."""
-    others = _OtherHosts(hosts, leaders)
+    others = _StandInHosts(hosts, leaders)
     group = cast("Group", others)
     hook.meet(group)
     runs = [_hook_run(hook, share, group, others) for _ in range(1 + _REPEATS)][1:]
@@ -311,7 +311,7 @@ def _hook_stages(
 
 
 def _hook_run(
-    hook: hooks.Hook, share: _Share, group: Group, others: _OtherHosts
+    hook: hooks.Hook, share: _Share, group: Group, others: _StandInHosts
 ) -> tuple[list[tuple[float, Sequence[MessageRounds]]], float]:
     stages = []
     hook.begin(None)
