@@ -24,7 +24,8 @@ from paceline.testing import RankPool
 from paceline.tools.main import main
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
 from paceline.tools.report.step_parts import StepPart
-from paceline.tools.report.wall_time import rank_wall_times, step_overlays
+from paceline.tools.report.timeline_overlays import step_overlays
+from paceline.tools.report.wall_time import rank_wall_times
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
 
 STEPS = 13

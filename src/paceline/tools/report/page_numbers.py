@@ -16,7 +16,8 @@ from itertools import pairwise
 
 from paceline.recording.rows import BucketColumn, StepColumn, SumColumn
 from paceline.tools.report.step_parts import StepPart
-from paceline.tools.report.wall_time import PauseCause, RankWallTime, step_overlays
+from paceline.tools.report.timeline_overlays import step_overlays
+from paceline.tools.report.wall_time import PauseCause, RankWallTime
 from paceline.tools.report.wrapper_runs import RankTimeline
 
 _MICROSECOND = 1000

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.recording.rows import StepColumn, StepKind, elapsed
+from paceline.recording.rows import StepColumn, elapsed
 from paceline.tools.formatting import rank_list
 from paceline.tools.report.step_parts import (
     BETWEEN_PARTS,
@@ -291,10 +291,10 @@ class _Rank:
         after = (StepColumn.END, StepColumn.OPTIMIZER_END)
         if part in BETWEEN_PARTS:
             part = self._around(part, row)
-        if part is StepPart.JOIN and 2 * _handshake(self._timeline, row) < self._times[part][row]:
+        if part is StepPart.JOIN and 2 * handshake(self._timeline, row) < self._times[part][row]:
             part = StepPart.DATA
         if part is StepPart.BEFORE_OPTIMIZER:
-            start, length = _between_optimizers(self._timeline, row)
+            start, length = between_optimizers(self._timeline, row)
             if 2 * length > self._times[part][row]:
                 return start
         return max(self._timeline[column][row] for column in ([columns[part]] if part in columns else after))
@@ -339,115 +339,16 @@ class _Rank:
                 )
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """A time of a step that has another name than its place among the step's events says.
-
-    Attributes:
-        part: its name.
-        start: when it began; of what is known by its length only, where it has room.
-        nanoseconds: how long it was.
-        cause: of a pause.
-    """
-
-    part: StepPart
-    start: int
-    nanoseconds: int
-    cause: PauseCause | None = None
-
-
-def step_overlays(timeline: RankTimeline, wall: RankWallTime) -> list[list[Overlay]]:
-    """For each step, what a drawing of its parts has to show instead of them."""
-    pauses: dict[int, list[Pause]] = defaultdict(list)
-    for pause in wall.pauses:
-        if pause.cause is not PauseCause.HEALING:
-            pauses[pause.row].append(pause)
-    return [_row_overlays(timeline, wall.times, row, pauses[row]) for row in range(len(timeline))]
-
-
-def _handshake(timeline: RankTimeline, row: int) -> int:
+def handshake(timeline: RankTimeline, row: int) -> int:
     """How long the ranks took to tell each other who has inputs, before the last forward of a step."""
     return elapsed(timeline[StepColumn.FORWARD_START][row], timeline[StepColumn.JOIN_END][row])
 
 
-def _between_optimizers(timeline: RankTimeline, row: int) -> tuple[int, int]:
+def between_optimizers(timeline: RankTimeline, row: int) -> tuple[int, int]:
     """When an optimizer may have ended before another one's step, and how long it took until that began."""
     start, end = timeline[StepColumn.OPTIMIZER_START][row], timeline[StepColumn.OPTIMIZER_END][row]
     inside = min(max(0, timeline[StepColumn.OPTIMIZER][row]), elapsed(start, end))
     return start + inside // 2, elapsed(start, end) - inside
-
-
-def _between_overlays(
-    timeline: RankTimeline, times: PartTimes, row: int, pauses: Sequence[Pause], *, free: int
-) -> list[Overlay]:
-    """What was done between other parts, from the begin of each part that it was in the middle of.
-
-    Args:
-        timeline: the rank's steps.
-        times: their parts.
-        row: the row of the step.
-        pauses: the step's pauses, which are drawn first.
-        free: when what follows the optimizer's step begins, without what is drawn there already.
-    """
-    known = BetweenTimes(timeline.row(row))
-    left = {part: times[part][row] for part in BETWEEN_PARTS}
-    in_backward = min(max(0, timeline[StepColumn.OTHERS_IN_BACKWARD][row]), left[StepPart.OTHER_WRAPPERS])
-    backward_end = timeline[StepColumn.BACKWARD_END][row]
-    found = [Overlay(StepPart.OTHER_WRAPPERS, backward_end - in_backward, in_backward)]
-    left[StepPart.OTHER_WRAPPERS] -= in_backward
-    inside, after = dict(known.inside), dict(known.after)
-    for column, length, recorded in (
-        (StepColumn.BEGIN, known.before_forward, inside),
-        (StepColumn.FORWARD_END, known.in_loss, inside),
-        (StepColumn.END, known.before_optimizer, after),
-    ):
-        here = at_most(length, {part: min(recorded[part], left[part]) for part in BETWEEN_PARTS})
-        found += _in_line(_after_pauses(timeline[column][row], pauses), here)
-        for part, drawn in here.items():
-            recorded[part] -= drawn
-            left[part] -= drawn
-    return found + _in_line(free, {StepPart.AFTER_OPTIMIZER: times[StepPart.AFTER_OPTIMIZER][row], **left})
-
-
-def _after_pauses(start: int, pauses: Sequence[Pause]) -> int:
-    """When the pauses that begin at a time are over."""
-    return start + sum(each.nanoseconds for each in pauses if each.start == start)
-
-
-def _in_line(start: int, lengths: Mapping[StepPart, int]) -> list[Overlay]:
-    """Parts that are drawn one after the other."""
-    found = []
-    for part, length in lengths.items():
-        found.append(Overlay(part, start, length))
-        start += length
-    return found
-
-
-def _row_overlays(
-    timeline: RankTimeline, times: PartTimes, row: int, pauses: Sequence[Pause]
-) -> list[Overlay]:
-    def at(*columns: StepColumn) -> int:
-        return max(timeline[column][row] for column in columns)
-
-    between = at(StepColumn.END, StepColumn.OPTIMIZER_END)
-    handshake = min(_handshake(timeline, row), times[StepPart.JOIN][row])
-    without_inputs = times[StepPart.JOIN][row] - handshake
-    end = timeline[StepColumn.BEGIN][row] + timeline.step_times[row]
-    drawn = [
-        Overlay(StepPart.JOIN, at(StepColumn.FORWARD_START), handshake),
-        Overlay(StepPart.BEFORE_OPTIMIZER, *_between_optimizers(timeline, row)),
-        *(Overlay(StepPart.PAUSE, each.start, each.nanoseconds, each.cause) for each in pauses),
-    ]
-    free = _after_pauses(between, pauses)
-    if timeline[StepColumn.KIND][row] & StepKind.NO_INPUTS:
-        drawn.append(Overlay(StepPart.JOIN, free, without_inputs))
-        free += without_inputs
-    else:  # it took the optimizer's step, and then had no inputs for the next one
-        drawn.append(Overlay(StepPart.JOIN, end - without_inputs, without_inputs))
-    drawn += _between_overlays(timeline, times, row, pauses, free=free)
-    # What is known by its length only may seem to last longer than the step.
-    clipped = [replace(each, nanoseconds=min(each.nanoseconds, end - each.start)) for each in drawn]
-    return [each for each in clipped if each.nanoseconds > 0]
 
 
 @dataclass(frozen=True)
