@@ -31,9 +31,8 @@ _FIRST_BYTES = 192 * 1024
 # The size grows until a message takes long enough. Each is sent several times, and the fastest counts: what
 # else the processors do can only slow a message down.
 _SIZES = (2**16, 2**18, 2**20, 2**22)
-_REPEATS = 2
+_MOST_REPEATS, _REPEAT_SECONDS = 4, 0.4
 _LONG_SECONDS = 0.02
-_SLOW_SECONDS = 0.1  # once is enough
 _LEAST_SECONDS = 1e-9
 # Up to this many members every pair is measured; of more, each with its successor, as a ring uses them.
 _MOST_FOR_ALL_PAIRS = 8
@@ -143,7 +142,7 @@ class _Wire:
         """Bytes per second of the fastest message of the largest size, in the slower direction."""
         for size in _SIZES:
             first = self._slower(self._both_ways(size, latency))
-            repeats = 1 if first >= _SLOW_SECONDS else _REPEATS
+            repeats = max(1, min(_MOST_REPEATS, int(_REPEAT_SECONDS / first)))
             seconds = self._slower(min(self._both_ways(size, latency) for _ in range(repeats)))
             if seconds >= _LONG_SECONDS:
                 break

@@ -14,7 +14,8 @@ from paceline.tools.main import main
 from paceline.tools.report.analysis import analyse_recording
 from paceline.tools.report.stragglers import Straggler
 
-STEPS, SINCE, SECONDS = 40, 20, 0.1
+# Long, because a busy machine adds some ten milliseconds to whatever a rank does.
+STEPS, SINCE, SECONDS = 30, 18, 0.25
 
 
 class Slow(nn.Module):
@@ -59,7 +60,7 @@ def test_a_rank_that_is_slow_in_forward_is_named(pool: RankPool, tmp_path: Path)
     assert abs(found.first_step - SINCE) <= 2
     assert found.late_ms > SECONDS * 500
     output = CliRunner().invoke(main, ["report", str(tmp_path)]).output
-    assert "Slow on ranks 0 and 1, 40 steps" in output
+    assert f"Slow on ranks 0 and 1, {STEPS} steps" in output
     assert "Rank 1 is a straggler" in output
 
 
