@@ -31,7 +31,8 @@ def wait_until_asleep() -> None:
 
 
 def _native_threads() -> list[Path]:
-    pythons = {str(thread.native_id) for thread in threading.enumerate()}
+    # Of the thread that calls, because Python may have its number from before a fork.
+    pythons = {str(threading.get_native_id()), *(str(thread.native_id) for thread in threading.enumerate())}
     tasks = _TASKS.iterdir() if _TASKS.is_dir() else ()  # Linux only
     return [task for task in tasks if task.name not in pythons]
 
