@@ -89,7 +89,7 @@ def test_a_run_trains_as_a_loop_by_hand_with_any_number_of_ranks() -> None:
 
 
 def resumed(rank: int, folder: Path, leave_at: int) -> tuple[list[tuple[int, int]], str]:
-    os.environ.update({FOLDER_VARIABLE: str(folder), EVERY_VARIABLE: "2"})
+    os.environ.update({FOLDER_VARIABLE: str(folder), EVERY_VARIABLE: "8"})
     return trained(rank, 3, leave_at)
 
 
