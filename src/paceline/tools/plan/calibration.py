@@ -157,6 +157,7 @@ class Calibration:
         self._buckets = recorded.buckets
         self._ranks = cluster.ranks_per_host
         self._recorded_ranks = recorded.ranks
+        self._summing_ranks = recorded.summing_ranks
         self._share_of_core = 1 / cluster.ranks_per_core
         self._shares = _largest_shares(recorded.buckets, cluster.ranks_per_host)
         self._known: dict[tuple[object, ...], Any] = {}
@@ -194,26 +195,33 @@ class Calibration:
         return list(self._measured)
 
     def _plain(self, bucket: BucketSizes, tail: int, hosts: int) -> BucketWork:
-        numel = -(-bucket.nbytes // 4 // self._ranks)
-        sum_seconds, spread_seconds = self._in_host(numel)
+        sum_seconds, spread_seconds = self._in_host(_slice(bucket, self._ranks), self._ranks)
         chunks = _cut(bucket.nbytes + tail, CHUNK_BYTES)
         stages = [HookStage(0.0, [ring(each, hosts) for each in chunks])] if hosts > 1 else []
-        return BucketWork(sum_seconds, stages, 0.0, spread_seconds)
+        return BucketWork(sum_seconds, stages, 0.0, spread_seconds, self._recorded_in_host(bucket))
 
     def _with_hook(self, hook: str, bucket: BucketSizes, share: _Share, hosts: int) -> BucketWork:
         if not bucket.nbytes:  # empty parameters
             return self._plain(bucket, 0, hosts)
-        sum_seconds, spread_seconds = self._in_host(sum(share.numels))
+        sum_seconds, spread_seconds = self._in_host(sum(share.numels), self._ranks)
         leaders = bucket.nbytes / 4 / sum(share.numels)
         key = hook, hosts, share.numels
         stages, last = self._once(key, lambda: self._measure_hook(hook, share, hosts, leaders))
         slower = [HookStage(each.seconds / self._share_of_core, each.exchanges) for each in stages]
-        return BucketWork(sum_seconds, slower, last / self._share_of_core, spread_seconds)
+        recorded = self._recorded_in_host(bucket)
+        return BucketWork(sum_seconds, slower, last / self._share_of_core, spread_seconds, recorded)
 
-    def _in_host(self, numel: int) -> tuple[float, float]:
-        """Seconds to sum one rank's part of a bucket inside the host, and to spread it."""
-        sums, spreads = self._once(("in host", numel), lambda: self._measure_in_host(numel))
+    def _in_host(self, numel: int, ranks: int) -> tuple[float, float]:
+        """Seconds to sum one rank's part of a bucket inside a host, and to spread it."""
+        if ranks == 1:
+            return 0.0, 0.0
+        key = "in host", numel, ranks
+        sums, spreads = self._once(key, lambda: self._measure_in_host(numel, ranks))
         return sums / self._share_of_core, spreads / self._share_of_core
+
+    def _recorded_in_host(self, bucket: BucketSizes) -> float:
+        """Seconds that a recorded rank's own work contains for both."""
+        return sum(self._in_host(_slice(bucket, self._summing_ranks), self._summing_ranks))
 
     def _measure_hook(
         self, hook: str, share: _Share, hosts: int, leaders: float
@@ -229,11 +237,11 @@ class Calibration:
         )
         return stages, last
 
-    def _measure_in_host(self, numel: int) -> tuple[float, float]:
-        sample = min(numel, max(1, _MOST_IN_HOST // self._ranks))
+    def _measure_in_host(self, numel: int, ranks: int) -> tuple[float, float]:
+        sample = min(numel, max(1, _MOST_IN_HOST // ranks))
         factor = numel / max(1, sample)
-        sums, spreads = (factor * each for each in _in_host_seconds(sample, self._ranks))
-        self._note("in host", numel, ranks=self._ranks, sum=1e3 * sums, spread=1e3 * spreads)
+        sums, spreads = (factor * each for each in _in_host_seconds(sample, ranks))
+        self._note("in host", numel, ranks=ranks, sum=1e3 * sums, spread=1e3 * spreads)
         return sums, spreads
 
     def _measure_outer(self, numel: int) -> tuple[float, float, int]:
@@ -278,6 +286,11 @@ class Calibration:
 def ring(nbytes: float, hosts: int) -> MessageRounds:
     """An all-reduce of gloo's: parts of the tensor go twice around all hosts."""
     return MessageRounds(2 * (hosts - 1), nbytes / hosts)
+
+
+def _slice(bucket: BucketSizes, ranks: int) -> int:
+    """The elements of a bucket that each of a host's ranks sums."""
+    return -(-bucket.nbytes // 4 // ranks)
 
 
 def _largest_shares(buckets: Sequence[BucketSizes], ranks: int) -> list[_Share]:
