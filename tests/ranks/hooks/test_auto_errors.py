@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, hooks
 from paceline.comm import link_speed
-from paceline.comm.link_speed import PairLink
-from paceline.ddp.reducer import auto_tuner
+from paceline.comm.link_speed import Link
+from paceline.ddp.reducer import auto_tuner, link_measurement
 from paceline.errors import PeerError
 from paceline.hooks.auto import Auto
 from paceline.testing import run_ranks
@@ -61,8 +61,8 @@ def raised_in_a_measurement(rank: int, at: str) -> tuple[str, list[int], bool]:
     if rank == 1:
         places = {
             "hooks": (Auto, "measure_costs"),
-            "links": (auto_tuner, "measure_links"),
-            "messages": (link_speed._Wire, "bandwidth"),
+            "links": (link_measurement, "measure_links"),
+            "messages": (link_speed._LinkEnd, "bandwidth"),
         }
         place, name = places[at]
         before = getattr(place, name)
@@ -94,7 +94,7 @@ def test_an_error_while_ranks_measure_is_raised_on_all_and_loses_no_step(at: str
 def with_residuals(rank: int, how: str) -> tuple[list[int], bool]:
     """The steps whose measurement raised, and whether all gradients are those of wrappers without auto."""
     measure_in_each_step()
-    auto_tuner.measure_links = lambda *_: {(0, 1): PairLink(latency=1e-4, bandwidth=1e5)}
+    link_measurement.measure_links = lambda *_: {(0, 1): Link(latency=1e-4, bandwidth=1e5)}
     options = {"transport": "c10d", "bucket_cap_mb": 25}
     hook = hooks.auto(max_error=1 / 14)
     ddp = DistributedDataParallel(net(), hook=hook, **options)  # type: ignore[arg-type]
@@ -146,16 +146,16 @@ def paused_in_a_measurement(rank: int) -> tuple[list[str], list[int], int, bool]
     ddp = DistributedDataParallel(net(), hook=hooks.auto(max_error=0), transport="c10d", bucket_cap_mb=25)
     plain = DistributedDataParallel(net(), transport="c10d")
     logging.getLogger("paceline").addHandler(handler)
-    tuner, before = ddp._reducer._tuner, link_speed._Wire.bandwidth
+    tuner, before = ddp._reducer._tuner, link_speed._LinkEnd.bandwidth
     assert tuner is not None
 
-    def pause(wire: link_speed._Wire, latency: float) -> float:
-        link_speed._Wire.bandwidth = before  # type: ignore[method-assign]
+    def pause(wire: link_speed._LinkEnd, latency: float) -> float:
+        link_speed._LinkEnd.bandwidth = before  # type: ignore[method-assign]
         time.sleep(4)
         return before(wire, latency)
 
     if rank == 1:
-        link_speed._Wire.bandwidth = pause  # type: ignore[method-assign]
+        link_speed._LinkEnd.bandwidth = pause  # type: ignore[method-assign]
     steps, links, same = [], set(), True
     for number in range(12):
         same = same and all(map(torch.equal, step(ddp, rank, number), step(plain, rank, number)))
