@@ -1,5 +1,6 @@
 """One process group, and the collectives on it that the rest of paceline uses."""
 
+import ctypes
 import functools
 import pickle
 import warnings
@@ -410,8 +411,9 @@ class Group:
     def gather_bytes(self, own: bytes, device: torch.device) -> list[bytes]:
         """Every rank's bytes, of the same length on all ranks."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-        everyone = self.all_gather(mine.view(1, -1)).wait(lambda: None)
-        return [bytes(theirs) for theirs in everyone.tolist()]
+        everyone = self.all_gather(mine.view(1, -1)).wait(lambda: None).cpu().contiguous()
+        joined = ctypes.string_at(everyone.data_ptr(), everyone.nbytes)
+        return [joined[start : start + len(own)] for start in range(0, len(joined), len(own))]
 
     def gather_objects(self, own: object, device: torch.device = _CPU) -> list[Any]:
         """Every rank's object.

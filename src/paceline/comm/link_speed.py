@@ -41,19 +41,19 @@ DEADLINE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class PairLink:
-    """A pair's link.
+class Link:
+    """The way from one host to another.
 
     Attributes:
         latency: the seconds that a short message takes.
-        bandwidth: bytes per second of the slower direction, while both are busy.
+        bandwidth: bytes per second, in the slower direction, while both are busy.
     """
 
     latency: float
     bandwidth: float
 
 
-def open_wires(group: Group, device: torch.device, name: str) -> Any:
+def open_measuring_group(group: Group, device: torch.device, name: str) -> Any:
     """Open a process group for the messages of ``measure_links``; every member calls this at once.
 
     Args:
@@ -72,19 +72,19 @@ def open_wires(group: Group, device: torch.device, name: str) -> Any:
         ) from error
 
 
-def measure_links(group: Group, wires: Any, device: torch.device) -> dict[tuple[int, int], PairLink]:
+def measure_links(group: Group, messages: Any, device: torch.device) -> dict[tuple[int, int], Link]:
     """Measure the pairs that this member belongs to; every member calls this at once.
 
     Args:
         group: the members.
-        wires: what ``open_wires`` returned; it is of no use any more if this raises on a member.
+        messages: what ``open_measuring_group`` returned; it is of no use any more if this raises on a member.
         device: where to send from.
 
     Raises:
         LateRankError: a member did not answer within a minute: see Note [Messages in vain].
     """
     own = [pair for pair in _pairs(group.size) if group.rank in pair]
-    return {pair: _measure(group, wires, pair, device) for pair in own}
+    return {pair: _measure(group, messages, pair, device) for pair in own}
 
 
 def _pairs(size: int) -> Sequence[tuple[int, int]]:
@@ -96,17 +96,17 @@ def _pairs(size: int) -> Sequence[tuple[int, int]]:
     return [*neighbours, (0, size - 1)]
 
 
-def _measure(group: Group, wires: Any, pair: tuple[int, int], device: torch.device) -> PairLink:
+def _measure(group: Group, messages: Any, pair: tuple[int, int], device: torch.device) -> Link:
     [other] = [member for member in pair if member != group.rank]
     [name] = group.name_ranks([other])
-    wire = _Wire(wires, other, name, device, leads=group.rank == pair[0])
-    latency = wire.latency()
-    bandwidth = wire.bandwidth(latency)
+    end = _LinkEnd(messages, other, name, device, leads=group.rank == pair[0])
+    latency = end.latency()
+    bandwidth = end.bandwidth(latency)
     # Again: what keeps processors busy for some milliseconds may be over.
-    return PairLink(min(latency, wire.latency()), bandwidth)
+    return Link(min(latency, end.latency()), bandwidth)
 
 
-class _Wire:
+class _LinkEnd:
     """One end of a pair's link.
 
     Args:

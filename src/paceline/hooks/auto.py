@@ -21,22 +21,21 @@ from paceline.hooks.hook import Hook, Reduction, average, averaged
 from paceline.hooks.hook_cost import measure_cost
 from paceline.hooks.power_sgd import power_sgd
 
-_DEFAULT_ERROR = 2**-8
-_BF16_ERROR = 2**-8
 # Each hook with the bound of its relative error in one step, the most precise first.
 _KNOWN: Mapping[str, tuple[float, Callable[[], Hook]]] = {
     "average": (0.0, average),
     "fp16": (2**-11, lambda: with_error_feedback(fp16())),
-    "bf16": (_BF16_ERROR, lambda: with_error_feedback(bf16())),
+    "bf16": (2**-8, lambda: with_error_feedback(bf16())),
     "int8": (1 / 254, int8),
     "int4": (1 / 14, int4),
     "top_k": (math.inf, top_k),
     # Plain averages in its first steps would be measured instead of it.
     "power_sgd": (math.inf, lambda: power_sgd(start_step=0)),
 }
+_BY_DEFAULT = ("average", "bf16")
 
 
-def auto(*, max_error: float = _DEFAULT_ERROR) -> "Auto":
+def auto(*, max_error: float | None = None) -> "Auto":
     """Takes the hook that is predicted to make steps shortest, among those whose error is small enough.
 
     When it is registered, ranks measure the links between hosts and what each hook costs on their processors.
@@ -47,24 +46,25 @@ def auto(*, max_error: float = _DEFAULT_ERROR) -> "Auto":
     Bytes: those of the hook in force, and for a measurement about a second of messages per pair of hosts at
     10 Mbit/s or more; on slower links longer, such as 5 s at 1 Mbit/s.
     Error of one step, as a part of the values (for int8 and int4, of the largest in the same 256): at most
-    ``max_error``, and with three hosts or more up to twice that, because ``fp16``, ``bf16``, ``int8`` and
-    ``int4`` round the sum too. 0 is ``average``, 2^-8 adds ``bf16`` with error feedback, 1/254 adds ``int8``,
-    1/14 adds ``int4``, and infinity adds ``top_k`` and ``power_sgd``, which have no bound. From 2^-11 to less
-    than 2^-8 there is ``fp16`` with error feedback instead of ``bf16``. It is more precise, but makes
-    gradients beyond 65504 infinite, and those below 6e-5 lose precision; ``bf16`` has the range of float32.
+    ``max_error``. 0 is ``average``, 2^-8 adds ``bf16`` with error feedback, 1/254 adds ``int8``, 1/14 adds
+    ``int4``, and infinity adds ``top_k`` and ``power_sgd``, which have no bound. With three hosts or more
+    these bounds are twice as large, because the hooks round the sum too. By default there are ``average`` and
+    ``bf16``, however many hosts there are. From 2^-11 to less than 2^-8 there is ``fp16`` with error feedback
+    instead of ``bf16``. It is more precise, but makes gradients beyond 65504 infinite, and those below 6e-5
+    lose precision; ``bf16`` has the range of float32.
     When it changes from one hook to another, one step is averaged as it is, together with what the first hook
     has left out; of a parameter that no rank uses in this step, that is dropped. On one host, and on
     accelerators, there is nothing to choose.
 
     Args:
-        max_error: the largest error that a hook may make in one step.
+        max_error: the largest error that a hook may make in one step; by default that of ``bf16``.
     """
     return Auto(max_error)
 
 
 def _check(max_error: object) -> None:
     is_number = isinstance(max_error, int | float) and not isinstance(max_error, bool)
-    if not is_number or not cast("float", max_error) >= 0:
+    if max_error is not None and (not is_number or not cast("float", max_error) >= 0):
         raise OptionError(
             "max_error must be a number that is not negative: 0 for no compression, math.inf for any "
             f"(max_error: {max_error!r})"
@@ -81,12 +81,9 @@ class Auto(Hook):
 
     between_hosts = True
 
-    def __init__(self, max_error: float) -> None:
+    def __init__(self, max_error: float | None) -> None:
         _check(max_error)
-        self._allowed = {name: make for name, (error, make) in _KNOWN.items() if error <= max_error}
-        if max_error >= _BF16_ERROR:
-            # As many bytes as bf16, and a smaller range: see ``auto``.
-            del self._allowed["fp16"]
+        self._max_error = max_error
         self.choice: Choice | None = None
         self._hook_name = "average"
         self._hook = average()
@@ -105,8 +102,8 @@ class Auto(Hook):
 
     @property
     def signature(self) -> str:
-        """The hooks that it may take."""
-        return f"auto: {', '.join(self._allowed)}"
+        """The error that it may make."""
+        return "auto()" if self._max_error is None else f"auto(max_error={float(self._max_error)})"
 
     @property
     def averages_plainly(self) -> bool:
@@ -114,14 +111,23 @@ class Auto(Hook):
         is_chosen = self.choice is not None and self.choice.name == "average"
         return is_chosen and self._hook_name == "average" and self._leaving is None
 
-    @property
-    def allowed(self) -> list[str]:
-        """The hooks whose error is small enough, the most precise first."""
-        return [*self._allowed]
+    def allowed(self, members: int) -> list[str]:
+        """The hooks whose error is small enough, the most precise first.
+
+        Args:
+            members: the number of ranks, or of hosts, among which a hook would run. Among more than two,
+                hooks round what each sends, and the sum.
+        """
+        if self._max_error is None:
+            return [*_BY_DEFAULT]
+        times = 2 if members > 2 else 1
+        names = [name for name, (bound, _) in _KNOWN.items() if times * bound <= self._max_error]
+        # As many bytes as bf16, and a smaller range: see ``auto``.
+        return [name for name in names if name != "fp16" or "bf16" not in names]
 
     def measure_costs(self, gradients: Sequence[Tensor], members: int) -> dict[str, HookCost]:
         """What each allowed hook costs on this rank, per byte of gradients of these shapes and types."""
-        return {name: measure_cost(make(), gradients, members) for name, make in self._allowed.items()}
+        return {name: measure_cost(_KNOWN[name][1](), gradients, members) for name in self.allowed(members)}
 
     def take(self, choice: Choice | None) -> None:
         """Use the chosen hook from the next step on; every rank has made the same choice.
@@ -145,7 +151,7 @@ class Auto(Hook):
             if self._leaving is None and self._hook_name != "average":
                 self._leaving = self._hook
             self._hook_name = wanted
-            self._hook = self._allowed[self._hook_name]()
+            self._hook = _KNOWN[self._hook_name][1]()
             if self.group is not None:
                 self._hook.meet(self.group)
         for hook in filter(None, (self._leaving, self._hook)):

@@ -9,22 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.comm.link_speed import Link
+
 # A hook with a larger error must be faster by this part; otherwise noise decides, and precision is lost for
 # nothing.
 _WORTH = 0.05
-
-
-@dataclass(frozen=True)
-class Link:
-    """The way from one host to another.
-
-    Attributes:
-        latency: the seconds that a short message takes.
-        bandwidth: bytes per second, in each direction, while both directions are busy.
-    """
-
-    latency: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from paceline.comm.group import Group
 from paceline.comm.pending import NothingPending, Pending
 from paceline.hooks.choice import HookCost
-from paceline.hooks.grad_bucket import GradBucket
+from paceline.hooks.grad_bucket import BucketOfGradients, GradBucket
 from paceline.hooks.hook import Hook
 
 # More than a cache holds, as most buckets are.
@@ -55,31 +55,43 @@ def _cost_of_kind(hook: Hook, gradients: Sequence[Tensor], members: int) -> Hook
     bucket = SampleBucket(gradients)
     hook.meet(cast("Group", group))
     # The first run fills caches, and what a hook remembers is there only after it.
-    seconds = [_run(hook, bucket, group) for _ in range(1 + _REPEATS)][1:]
+    runs = [run_hook(hook, bucket, cast("Group", group), time.perf_counter) for _ in range(1 + _REPEATS)][1:]
     nbytes = max(1, bucket.gradients.nbytes)
     return HookCost(
-        before=min(before for before, _ in seconds) / nbytes,
-        after=min(after for _, after in seconds) / nbytes,
+        before=min(before for before, *_ in runs) / nbytes,
+        after=min(sum(after) for _, *after in runs) / nbytes,
         sent=group.sent / (1 + _REPEATS) / nbytes,
         rounds=group.rounds // (1 + _REPEATS),
     )
 
 
-def _run(hook: Hook, bucket: "SampleBucket", group: "CountingGroup") -> tuple[float, float]:
-    """Seconds before the first collective, and after it."""
-    began = time.perf_counter()
+def run_hook(hook: Hook, bucket: BucketOfGradients, group: Group, clock: Callable[[], float]) -> list[float]:
+    """Run a step of a hook on one bucket.
+
+    Args:
+        hook: the hook.
+        bucket: stands for a bucket of gradients.
+        group: stands for the ranks among which the hook runs.
+        clock: gives seconds.
+
+    Returns:
+        The seconds that the hook works before each of its collectives, and after the last one.
+    """
+    seconds = []
+    since = clock()
     hook.begin(None)
-    reduction = hook.reduce(GradBucket(bucket, 0, is_last=True), cast("Group", group))
-    between: float | None = None
+    reduction = hook.reduce(GradBucket(bucket, 0, is_last=True), group)
     try:
         pending = next(reduction)
-        between = time.perf_counter()
         while True:
-            pending = reduction.send(pending.wait(lambda: None))
+            seconds.append(clock() - since)
+            answer = pending.wait(lambda: None)
+            since = clock()
+            pending = reduction.send(answer)
     except StopIteration:
-        hook.finish(bucket.parameters, [1] * len(bucket.parameters), None)
-    ended = time.perf_counter()
-    return ((between or ended) - began), (ended - (between or ended))
+        parameters = cast("Sequence[Parameter]", bucket.parameters)  # no DTensors
+        hook.finish(parameters, [1] * len(parameters), None)
+    return [*seconds, clock() - since]
 
 
 class SampleBucket:

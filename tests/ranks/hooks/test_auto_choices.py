@@ -14,9 +14,9 @@ from torch import Tensor, distributed, nn
 
 from paceline import DistributedDataParallel, hooks
 from paceline.comm.group import Group
-from paceline.comm.link_speed import PairLink
+from paceline.comm.link_speed import Link
 from paceline.ddp.buckets.plan import BucketCaps
-from paceline.ddp.reducer import auto_tuner
+from paceline.ddp.reducer import auto_tuner, link_measurement
 from paceline.ddp.reducer.auto_tuner import AutoTuner, Stage, SteadySteps
 from paceline.ddp.state.precision import MixedPrecision
 from paceline.errors import MismatchError, OptionError, UnsupportedError
@@ -178,13 +178,13 @@ def test_a_bucket_cap_that_the_user_chose_stays(pair: RankPool) -> None:
 
 
 def chosen_on_a_slow_link(_: int, dtype: torch.dtype, options: dict[str, Any]) -> str:
-    before = auto_tuner.measure_links
-    auto_tuner.measure_links = lambda *_: {(0, 1): PairLink(latency=1e-4, bandwidth=1e5)}
+    before = link_measurement.measure_links
+    link_measurement.measure_links = lambda *_: {(0, 1): Link(latency=1e-4, bandwidth=1e5)}
     try:
         hook = hooks.auto()
         DistributedDataParallel(net().to(dtype), hook=hook, transport="c10d", **options)
     finally:
-        auto_tuner.measure_links = before
+        link_measurement.measure_links = before
     assert hook.choice is not None
     return hook.choice.name
 
@@ -212,7 +212,7 @@ def wrapped_with_other_bounds(rank: int) -> str:
 def test_ranks_that_allow_different_errors_are_refused(pair: RankPool) -> None:
     first, second = pair.run(wrapped_with_other_bounds)
     assert first == second
-    assert "(rank 0: auto: average, rank 1: auto: average, bf16, int8, int4)" in first
+    assert f"(rank 0: auto(max_error=0.0), rank 1: auto(max_error={1 / 14}))" in first
 
 
 def registered_with_other_bounds(rank: int) -> str:
@@ -225,7 +225,7 @@ def registered_with_other_bounds(rank: int) -> str:
 def test_ranks_that_register_auto_with_different_errors_are_refused(pair: RankPool) -> None:
     first, second = pair.run(registered_with_other_bounds)
     assert first == second
-    assert "(hooks on rank 0: average; on rank 1: average, bf16, int8, int4)" in first
+    assert f"(rank 0: auto(max_error=0.0); rank 1: auto(max_error={1 / 14}))" in first
 
 
 def measurements(rank: int, steps_per_measurement: float) -> int:
@@ -256,8 +256,8 @@ def test_links_are_not_measured_again_before_the_last_measurement_has_paid(
 def link_that_slows_down_in_a_trial(rank: int, faster: float) -> tuple[bool, float]:
     """Whether there was a trial of a bucket cap, and the bandwidth that is believed in after it."""
     auto_tuner._WINDOW, auto_tuner._STEPS_PER_MEASUREMENT, auto_tuner._FASTER = 2, 0, faster  # type: ignore[misc]
-    slow, tried = PairLink(1e-4, 1e6), []
-    auto_tuner.measure_links = lambda *_: {(0, 1): slow if tried else replace(slow, bandwidth=1e8)}
+    slow, tried = Link(1e-4, 1e6), []
+    link_measurement.measure_links = lambda *_: {(0, 1): slow if tried else replace(slow, bandwidth=1e8)}
     auto_tuner.choose_caps = lambda *_, **__: None if tried else BucketCaps((CAP, CAP))
 
     def agree(tuner: AutoTuner, _: Group, buckets: int) -> SteadySteps:
@@ -281,6 +281,34 @@ def link_that_slows_down_in_a_trial(rank: int, faster: float) -> tuple[bool, flo
 def test_a_link_that_slows_down_while_a_bucket_cap_is_tried_is_measured_again(faster: float) -> None:
     found = run_ranks(link_that_slows_down_in_a_trial, 2, args=(faster,), timeout=60.0)
     assert found == [(True, 1e6)] * 2
+
+
+def link_that_slows_down_step_by_step(rank: int) -> list[float]:
+    """The bandwidth of the decision in force, each time after the link has become a little slower."""
+    auto_tuner._WINDOW, auto_tuner._STEPS_PER_MEASUREMENT = 1, 0  # type: ignore[misc]
+    now = {"bandwidth": 1e8, "communication": 1e-3}
+    link_measurement.measure_links = lambda *_: {(0, 1): Link(1e-4, now["bandwidth"])}
+
+    def agree(_: AutoTuner, __: Group, buckets: int) -> SteadySteps:
+        return SteadySteps(0.2, now["communication"], 0.001, [0.001] * buckets)
+
+    AutoTuner._agree = agree  # type: ignore[method-assign,assignment]
+    hook = hooks.auto(max_error=0)
+    ddp = DistributedDataParallel(net(), hook=hook, transport="c10d", bucket_cap_mb=25)
+    decided = []
+    # At first, something else makes communication take twice as long.
+    for bandwidth, communication in ((1e8, 1e-3), (6e7, 2.1e-3), (3.5e7, 2.9e-3)):
+        now |= {"bandwidth": bandwidth, "communication": communication}
+        for number in range(12):
+            step(ddp, rank, number)
+        assert hook.choice is not None
+        decided.append(hook.choice.link.bandwidth)
+    return decided
+
+
+def test_small_changes_of_a_link_add_up_to_a_new_decision() -> None:
+    found = run_ranks(link_that_slows_down_step_by_step, 2, timeout=60.0)
+    assert found == [[1e8, 1e8, 3.5e7]] * 2
 
 
 def moved_in_a_trial(rank: int) -> list[BucketCaps]:
@@ -310,10 +338,10 @@ def test_ranks_that_move_in_a_trial_of_a_bucket_cap_get_the_caps_from_before() -
 def joined(rank: int, groups: Sequence[Sequence[int]]) -> tuple[list[list[Tensor]], list[str]]:
     """Gradients and decisions, after ranks of groups that may have decided differently have become one."""
     bandwidth = 1e5 if rank < 2 else 1e12
-    auto_tuner.measure_links = lambda *_: {(0, 1): PairLink(latency=1e-4, bandwidth=bandwidth)}
+    link_measurement.measure_links = lambda *_: {(0, 1): Link(latency=1e-4, bandwidth=bandwidth)}
     auto_tuner._WINDOW = 1  # type: ignore[misc]
     [own] = [each for each in map(distributed.new_group, groups) if not isinstance(each, int)]
-    hook = hooks.auto(max_error=1 / 14)
+    hook = hooks.auto(max_error=1 / 7)
     ddp = DistributedDataParallel(net(), process_group=own, hook=hook, transport="c10d")
     decided = [hook.name]
     for number in range(3):

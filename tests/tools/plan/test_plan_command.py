@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from recordings import PauseEvery, Run, write
+from recordings import PauseEvery, Run, Slow, write
 from torch import nn
 
 import paceline
@@ -40,7 +40,7 @@ def train(rank: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_RECORD", folder)
         wrapped = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-        for _ in range(14):
+        for _ in range(60):  # of one to three milliseconds: on a busy machine many of them have pauses
             wrapped(torch.randn(4, 64)).sum().backward()
 
 
@@ -82,9 +82,60 @@ def test_what_is_measured_inside_a_host_fits_into_its_memory(
     monkeypatch.setattr(calibration.torch, "randn", lambda numel: made.append(numel) or torch.zeros(1))
     monkeypatch.setattr(calibration.torch, "empty", lambda _: torch.zeros(1))
     monkeypatch.setattr(calibration, "_seconds", lambda _: 0.5)
-    seconds = Calibration(read_steps(folder), Cluster((2,), 8, 1e9, 0.0))._in_host(1 << 28)
+    seconds = Calibration(read_steps(folder), Cluster((2,), 8, 1e9, 0.0))._in_host(1 << 28, 8)
     assert sum(made) == 1 << 26
     assert seconds == (0.5 * 32, 0.5 * 32)
+
+
+def test_a_step_of_the_recorded_host_is_predicted_to_take_as_long_as_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_seconds", lambda _: 5e-4)
+    folder = write(replace(SHORT, ranks=4, slow=[Slow(rank=2, ms=7.0)]), tmp_path / "run")
+    found = json.loads(plan(folder, "--hosts", "1", "--hook", "none", "--json").stdout)
+    [each] = found["predictions"]
+    assert each["hook_ms"] == pytest.approx(4.0)  # four buckets are summed and spread
+    assert each["step_ms"] == pytest.approx(found["recorded"]["step_ms"], rel=1e-3)
+
+
+def test_ranks_without_shared_memory_have_recorded_no_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_seconds", lambda _: 5e-4)
+    recorded = read_steps(write(replace(SHORT, transport="c10d"), tmp_path))
+    assert {each.averaged for step in recorded.steps for each in step} == {0.0}
+    [*work] = Calibration(recorded, Cluster((1,), 2, 1e9, 0.0)).work("none", 1)
+    assert {(each.sum_seconds, each.spread_seconds, each.recorded_seconds) for each in work} == {
+        (5e-4, 5e-4, 0.0)
+    }
+
+
+def test_one_rank_per_host_has_nothing_to_sum(folder: Path) -> None:
+    work = Calibration(read_steps(folder), Cluster((2,), 1, 1e9, 0.0)).work("none", 2)
+    assert {(each.sum_seconds, each.spread_seconds) for each in work} == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (replace(SHORT, exchange="int8"), "recorded with int8: what that took in backward"),
+        (
+            replace(SHORT, ranks=4, hosts=[0, 0, 1, 1], skews=(0, 5), transport="shared memory and c10d"),
+            "recorded on 2 hosts: what that took in backward",
+        ),
+    ],
+)
+def test_a_recording_with_a_hook_or_of_several_hosts_is_no_plain_one(
+    tmp_path: Path, run: Run, words: str
+) -> None:
+    folder = write(run, tmp_path)
+    assert words in plan(folder, "--hook", "none").output
+    assert words in (folder / "plan.html").read_text()
+    assert {each.averaged for step in read_steps(folder).steps for each in step} == {0.0}
+
+
+def test_a_plain_recording_of_one_host_needs_no_words(folder: Path) -> None:
+    assert read_steps(folder).notes == []
 
 
 def test_gradients_of_all_buckets_are_not_kept_in_memory_at_once(folder: Path) -> None:
@@ -119,6 +170,17 @@ def test_numbers_of_hosts_do_not_overlap_on_the_page(folder: Path) -> None:
     assert all(right - left > 12 for (left, _), (right, _) in itertools.pairwise(chart))
 
 
+def test_a_folder_that_cannot_be_written_to_has_a_plan_without_a_page(folder: Path) -> None:
+    (folder / "plan.html").mkdir()
+    result = plan(folder, "--hook", "none", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["predictions"]
+    assert result.stderr.startswith("no page was written: ")
+    assert result.stderr.count("\n") == 1
+    asked = plan(folder, "--hook", "none", "--output", folder / "plan.html")
+    assert asked.exit_code != 0
+
+
 def test_one_host_is_not_hosts(folder: Path) -> None:
     assert plan(folder, "--hosts", "1", "--hook", "none").exit_code == 0
     assert "on 1 host takes" in (folder / "plan.html").read_text()
@@ -144,6 +206,8 @@ def test_a_modules_name_cannot_write_into_the_page(tmp_path: Path) -> None:
         ),
         (["--hook", "zip"], "a plan does not know this hook (hook: zip; known:"),
         (["--ranks-per-host", "0"], "a host has one rank or more (ranks per host: 0)"),
+        (["--ranks-per-host", "two"], "ranks per host must be a whole number (ranks per host: two)"),
+        (["--cores-per-host", "x"], "cores per host must be a whole number (cores per host: x)"),
     ],
 )
 def test_bad_options_are_one_line(folder: Path, arguments: list[str], words: str) -> None:
@@ -234,7 +298,8 @@ def test_steps_whose_times_cannot_be_are_left_out(tmp_path: Path) -> None:
     assert all(0 < each["efficiency"] <= 1 for each in found["predictions"])
 
 
-def test_pauses_are_no_stragglers(tmp_path: Path) -> None:
+def test_pauses_are_no_stragglers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_seconds", lambda _: 1e-4)
     quiet = write(SHORT, tmp_path / "quiet")
     pauses = [PauseEvery(0, 450, 10, StepColumn.EVALUATION)]
     paused = write(replace(SHORT, pauses=pauses), tmp_path / "paused")

@@ -1,5 +1,6 @@
 """Predictions: stragglers that are drawn, the outer loop, and which hook is taken."""
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -59,6 +60,13 @@ def test_more_ranks_wait_for_slower_ranks() -> None:
     few, many = ([each.backward_end for each in draw_steps(times, ranks=ranks)] for ranks in (2, 2_000))
     assert sum(few) / len(few) < 1.5
     assert many == [3.0] * len(many)
+
+
+def test_of_the_last_drawn_step_only_the_ranks_that_are_left_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random.Random, "choices", lambda _, numbers, k: numbers[:k])
+    times = recorded([[1.0, 1.0], [1.0, 9.0]] * 4)
+    assert {each.backward_end for each in draw_steps(times, ranks=3)} == {1.0}
+    assert {each.backward_end for each in draw_steps(times, ranks=4)} == {9.0}
 
 
 def test_for_very_many_ranks_every_recorded_step_is_drawn() -> None:

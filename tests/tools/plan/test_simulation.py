@@ -55,9 +55,9 @@ def test_a_third_collective_waits_for_one_of_two_threads() -> None:
 
 
 def test_many_rounds_take_as_long_as_they_do_one_by_one() -> None:
-    assert step(SlowestTimes([0.0], 0.0), plain(MB, rounds=2046), latency=1e-3) == pytest.approx(
-        3.046, rel=0.02
-    )
+    for rounds in (33, 126, 2046):
+        together = step(SlowestTimes([0.0], 0.0), plain(MB, rounds=rounds), latency=1e-3)
+        assert together == pytest.approx(1 + 1e-3 * rounds)
 
 
 def test_an_exchange_of_nothing_without_latency_ends() -> None:
@@ -67,6 +67,22 @@ def test_an_exchange_of_nothing_without_latency_ends() -> None:
 def test_sums_inside_the_host_delay_later_gradients() -> None:
     work = [BucketWork(0.5, [], 0.0, 0.25), BucketWork(0.5, [], 0.0, 0.25)]
     assert step(SlowestTimes([1.0, 2.0], 2.0), work) == pytest.approx(2.0 + 2 * 0.5 + 2 * 0.25)
+
+
+def test_sums_that_were_recorded_are_not_done_twice() -> None:
+    # Each bucket is summed and spread for a second, which backward's times contain; the averages come later.
+    work = [BucketWork(0.75, [], 0.0, 0.25, recorded_seconds=1.0)] * 2
+    assert step(SlowestTimes([1.0, 3.0], 4.0, averaged=4.5), work) == pytest.approx(4.5)
+    # Twice as many ranks: twice as much is summed.
+    more = [BucketWork(1.5, [], 0.0, 0.5, recorded_seconds=1.0)] * 2
+    assert step(SlowestTimes([1.0, 3.0], 4.0, averaged=4.5), more) == pytest.approx(6.5)
+
+
+def test_without_recorded_sums_an_exchange_begins_as_early_as_recorded() -> None:
+    # The last bucket was ready at 3, of which one second was for the sum of the first.
+    stages = [HookStage(0.0, [MessageRounds(1, MB)])]
+    work = [BucketWork(0.0, stages, 0.0, 0.0, recorded_seconds=1.0)] * 2
+    assert step(SlowestTimes([1.0, 3.0], 4.0), work) == pytest.approx(3.0)
 
 
 def hooked(encode: float, nbytes: float, decode: float) -> BucketWork:

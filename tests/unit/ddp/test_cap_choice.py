@@ -2,9 +2,10 @@
 
 import pytest
 
+from paceline.comm.link_speed import Link
 from paceline.ddp.buckets.cap_choice import ReadyTimes, choose_caps
 from paceline.ddp.buckets.plan import BucketCaps, Slot, make_plan
-from paceline.hooks.choice import HookCost, Link
+from paceline.hooks.choice import HookCost
 
 MIB = 1 << 20
 SLOTS = [Slot(index, f"weight{index}", MIB // 4, MIB, "float32") for index in range(32)]

@@ -9,10 +9,11 @@ from torch.nn import Parameter
 
 from paceline import hooks
 from paceline.comm.group import Group
+from paceline.comm.link_speed import Link
 from paceline.errors import OptionError
 from paceline.hooks import hook_cost
 from paceline.hooks.auto import _KNOWN
-from paceline.hooks.choice import Choice, HookCost, Link, ReadyBucket, StepWork, choose, has_changed, predict
+from paceline.hooks.choice import Choice, HookCost, ReadyBucket, StepWork, choose, has_changed, predict
 from paceline.hooks.grad_bucket import GradBucket
 from paceline.hooks.hook import Hook, Reduction
 from paceline.hooks.hook_cost import CountingGroup, SampleBucket, measure_cost
@@ -109,18 +110,26 @@ def test_a_speed_has_changed_by_more_than_a_factor_of_two(now: float, changed: b
     ],
 )
 def test_the_bound_decides_which_hooks_there_are_to_choose_from(max_error: float, allowed: list[str]) -> None:
-    assert hooks.auto(max_error=max_error).allowed == allowed
+    assert hooks.auto(max_error=max_error).allowed(2) == allowed
+    # Then hooks round twice.
+    assert hooks.auto(max_error=2 * max_error).allowed(3) == allowed
 
 
-def test_by_default_gradients_keep_the_range_of_float32() -> None:
-    assert hooks.auto().allowed == ["average", "bf16"]
+def test_an_error_that_is_small_enough_on_two_hosts_may_be_too_large_on_three() -> None:
+    assert hooks.auto(max_error=1 / 254).allowed(3) == ["average", "fp16"]
+    assert hooks.auto(max_error=2**-11).allowed(3) == ["average"]
+
+
+@pytest.mark.parametrize("members", [2, 3, 1_000])
+def test_by_default_gradients_keep_the_range_of_float32(members: int) -> None:
     hook, parameter = hooks.auto(), Parameter(torch.zeros(3))
-    hook.take(choice_of(hook.allowed[-1]))
+    assert hook.allowed(members) == ["average", "bf16"]
+    hook.take(choice_of(hook.allowed(members)[-1]))
     values = torch.tensor([1e5, 1e-6, -3e-30])
     torch.testing.assert_close(reduced(hook, parameter, values), values, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("max_error", [-1, -1e-9, math.nan, "0.1", None, True])
+@pytest.mark.parametrize("max_error", [-1, -1e-9, math.nan, "0.1", True])
 def test_a_bound_that_is_no_bound_is_refused(max_error: object) -> None:
     with pytest.raises(OptionError, match=r"max_error must be a number that is not negative.*\(max_error: "):
         hooks.auto(max_error=max_error)  # type: ignore[arg-type]

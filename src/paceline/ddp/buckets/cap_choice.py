@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from paceline.comm.link_speed import Link
 from paceline.ddp.buckets.plan import BucketCaps, BucketPlan, Slot, make_plan
-from paceline.hooks.choice import HookCost, Link, ReadyBucket, StepWork, predict
+from paceline.hooks.choice import HookCost, ReadyBucket, StepWork, predict
 
 _MIB = 1 << 20
 _CAPS = tuple(mib * _MIB for mib in (1, 2, 4, 8, 16, 25, 50, 100, 200))

@@ -10,28 +10,23 @@ link. So of all ranks' communication times the shortest counts: that of the rank
 import enum
 import logging
 import statistics
-import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.link_speed import DEADLINE, measure_links, open_wires
+from paceline.comm.link_speed import DEADLINE, Link
 from paceline.ddp.buckets.cap_choice import ReadyTimes, choose_caps
 from paceline.ddp.buckets.plan import BucketCaps, BucketPlan
 from paceline.ddp.exchange.chosen import ChosenExchange
 from paceline.ddp.exchange.exchange import Exchange
+from paceline.ddp.reducer.link_measurement import LinkMeasurement, Measured, gather
 from paceline.ddp.reducer.planner import Planner, PlanStage
 from paceline.ddp.reducer.step_context import StepContext
-from paceline.errors import MismatchError, PeerError, UnmeasuredError
+from paceline.errors import MismatchError, UnmeasuredError
 from paceline.hooks.auto import Auto
 from paceline.hooks.choice import (
-    HookCost,
-    Link,
     ReadyBucket,
     StepWork,
     choose,
@@ -40,9 +35,7 @@ from paceline.hooks.choice import (
     predict,
 )
 from paceline.recording.recorder import RecordedTimes
-from paceline.tensors.dtensor import Trained
 
-_T = TypeVar("_T")
 _LOG = logging.getLogger("paceline")
 # Steps that do not count after a change: the first has new memory, or the residuals of another hook.
 _SETTLING = 2
@@ -65,29 +58,6 @@ class Stage(enum.Enum):
     FITTING = enum.auto()  # they show whether another bucket cap is worth a trial
     TRIAL = enum.auto()  # they have another bucket cap
     WATCHING = enum.auto()  # they show whether the link has changed
-
-
-class Failure(enum.IntEnum):
-    """How a measurement failed on a rank, from harmless to what the user has to know."""
-
-    NONE = 0
-    WIRES = 1  # messages did not come: the way between hosts, or a rank that was stopped for a while
-    ERROR = 2  # anything else that was raised
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What ranks have measured together.
-
-    Attributes:
-        link: the slowest link.
-        costs: what each hook costs on the slowest rank, by name.
-        seconds: how long they measured.
-    """
-
-    link: Link
-    costs: dict[str, HookCost]
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +84,7 @@ class Trial:
     Attributes:
         before: the caps that it is held against.
         seconds: how long a step took with them.
-        communication: the same for its communication, by which a change of the link is noticed.
+        communication: the same for its communication on the link of the decision, to notice a change by.
     """
 
     before: BucketCaps
@@ -161,8 +131,7 @@ class AutoTuner:
             planner.use_caps(self._first_caps)
         self._hook.take(None)
         self._trial: Trial | None = None
-        # Of a rank that measures links, a process group; None until all ranks have opened theirs.
-        self._wires: list[Any] | None = None
+        self._measurement = LinkMeasurement(self._hook, self._device, self._reduce_dtype)
         self._measured: Measured | None = None
         self._seconds_since = 0.0  # of steps, since ranks have measured
         self._stage = Stage.DECIDING
@@ -230,12 +199,12 @@ class AutoTuner:
 
     def _check_same(self, group: Group) -> None:
         """Raise if ranks have different hooks to choose from."""
-        first, *others = group.gather_objects(self._hook.allowed, self._device)
-        for rank, allowed in enumerate(others, start=1):
-            if allowed != first:
+        first, *others = group.gather_objects(self._hook.signature, self._device)
+        for rank, theirs in enumerate(others, start=1):
+            if theirs != first:
                 raise MismatchError(
                     "ranks have different errors that the hook auto may make: give all the same max_error "
-                    f"(hooks on rank 0: {', '.join(first)}; on rank {rank}: {', '.join(allowed)})"
+                    f"(rank 0: {first}; rank {rank}: {theirs})"
                 )
 
     def _decide(self, context: StepContext, work: StepWork) -> bool:
@@ -267,10 +236,10 @@ class AutoTuner:
                 first=planner.caps[0],
             )
         if caps is None:
-            self._stage, self._reference = Stage.WATCHING, steady.communication
+            self._stage, self._reference = Stage.WATCHING, self._as_decided(steady.communication)
         else:
             self._first_caps = self._first_caps or planner.caps
-            self._trial = Trial(planner.caps, steady.step, steady.communication)
+            self._trial = Trial(planner.caps, steady.step, self._as_decided(steady.communication))
             planner.use_caps(caps)
             self._stage = Stage.TRIAL
 
@@ -306,125 +275,37 @@ class AutoTuner:
         cost = self._measured.costs[self._hook.choice.name]
         return steady.communication > 2 * predict(_work(context, steady), cost, self._measured.link)
 
+    def _measure(self, context: StepContext) -> Measured:
+        self._seconds_since = 0.0  # also of a measurement that fails
+        return self._measurement.measure(context)
+
     def _measure_again(self, steady: SteadySteps, context: StepContext) -> bool:
-        """Measure, and decide if the link is another; returns whether it is.
+        """Measure, and decide if the link is not that of the decision any more; returns whether it is not.
 
         It is not worth the end of a training: if messages do not come, everything stays as it is.
         """
         assert self._measured is not None
+        assert self._hook.choice is not None
         try:
-            old, self._measured = self._measured.link, self._measure(context)
+            self._measured = self._measure(context)
         except UnmeasuredError as error:
             self._say(context.group, f"keeps what it has: {error}")
             # The next attempt may take as long.
             self._measured = replace(self._measured, seconds=DEADLINE.total_seconds())
             return False
-        self._reference = steady.communication
-        if not _is_another(old, self._measured.link):
-            return False
-        self._decide(context, _work(context, steady))
-        self._stage = Stage.FITTING
-        self._begin_window()
-        return True
+        is_another = _is_another(self._hook.choice.link, self._measured.link)
+        if is_another:
+            self._decide(context, _work(context, steady))
+            self._stage = Stage.FITTING
+            self._begin_window()
+        self._reference = self._as_decided(steady.communication)
+        return is_another
 
-    def _measure(self, context: StepContext) -> Measured:
-        """Measure links and hooks on all ranks; all get the same numbers, those of the slowest.
-
-        An error on one rank is raised on all of them.
-        """
-        began = time.perf_counter()
-        self._seconds_since = 0.0  # also of a measurement that fails
-        group, shared = context.group, context.group.shared
-        gradients = [*map(self._travelling, context.parameters.local)]
-        members = group.size if shared is None else shared.hosts
-        # Hooks first: what one rank raises by itself, the others learn before they wait for its messages.
-        costs = self._on_all(group, lambda: self._hook.measure_costs(gradients, members))
-        try:
-            self._open_wires(group)
-            link = self._on_all(group, self._slowest_link, uses_wires=True)
-        except BaseException:
-            self._wires = None
-            raise
-        own = [
-            time.perf_counter() - began,
-            link.latency,
-            -link.bandwidth,
-            *(s for cost in costs.values() for s in (cost.before, cost.after)),
-        ]
-        taken, latency, negative, *seconds = map(max, zip(*_gather(group, own, self._device), strict=True))
-        # Each of a host's leaders has a part of the work. Predictions are by the bytes of slots.
-        size = sum(each.nbytes for each in gradients) / max(
-            1, sum(x.nbytes for x in context.parameters.slots)
-        )
-        share = 1 if shared is None else shared.leaders
-        pairs = zip(seconds[::2], seconds[1::2], strict=True)
-        return Measured(
-            Link(latency, -negative),
-            {
-                name: replace(
-                    cost, before=size * before / share, after=size * after / share, sent=size * cost.sent
-                )
-                for (name, cost), (before, after) in zip(costs.items(), pairs, strict=True)
-            },
-            taken,
-        )
-
-    def _open_wires(self, group: Group) -> None:
-        """Open what links are measured through, unless it is open."""
-        if self._wires is not None:
-            return
-        # A name that nobody has used before: the time of the first rank.
-        [[now], *_] = _gather(group, [time.time()], self._device)
-        name, own, shared = f"links/{group.wrapper}/{now}", self._hook.group, group.shared
-        # One rank per host measures: what goes between two hosts shares a link.
-        members = [own] if own is not None and (shared is None or shared.rank == 0) else []
-        self._wires = self._on_all(
-            group, lambda: [open_wires(each, self._device, name) for each in members], uses_wires=True
-        )
-
-    def _slowest_link(self) -> Link:
-        """The slowest of this rank's links; of a rank that measures none, one that is faster than all."""
-        if not self._wires or self._hook.group is None:
-            return Link(0.0, float("inf"))
-        links = measure_links(self._hook.group, self._wires[0], self._device).values()
-        return Link(max(each.latency for each in links), min(each.bandwidth for each in links))
-
-    def _on_all(self, group: Group, measure: Callable[[], _T], *, uses_wires: bool = False) -> _T:
-        """What this rank measures, unless a rank raises in it; then every rank raises.
-
-        Args:
-            group: the ranks.
-            measure: measures.
-            uses_wires: whether it sends messages, which may not come.
-        """
-        raised: BaseException | None = None
-        failure = Failure.NONE
-        try:
-            found = measure()
-        except BaseException as error:  # of Ctrl-C too: the others would wait
-            raised = error
-            # gloo raises nothing more special.
-            failure = Failure.WIRES if uses_wires and isinstance(error, RuntimeError) else Failure.ERROR
-        worst = max(theirs for [theirs] in _gather(group, [float(failure)], self._device))
-        if worst == Failure.NONE:
-            return found
-        own = None if raised is None else f"{type(raised).__name__}: {raised}"
-        reasons = enumerate(group.gather_objects(own, self._device))
-        told = "; ".join(f"rank {group.name_ranks([rank])[0]}: {each}" for rank, each in reasons if each)
-        what = f"ranks could not measure links and hooks for the hook auto; no step is lost ({told})"
-        if worst == Failure.WIRES:
-            raise UnmeasuredError(what) from raised
-        # A rank that has waited in vain raises as the others do.
-        if raised is None or failure is not Failure.ERROR:
-            raise PeerError(what) from raised
-        raised.add_note(f"paceline: {what}")
-        raise raised
-
-    def _travelling(self, parameter: Trained) -> Tensor:
-        """A stand-in without memory for a gradient in the type in which it travels."""
-        own = parameter.dtype
-        dtype = own if self._reduce_dtype is None or own.is_complex else self._reduce_dtype
-        return torch.empty(parameter.shape, dtype=dtype, device="meta")
+    def _as_decided(self, communication: float) -> float:
+        """How long communication would take on the link of the decision, so that small changes add up."""
+        assert self._measured is not None
+        assert self._hook.choice is not None
+        return communication * self._measured.link.bandwidth / self._hook.choice.link.bandwidth
 
     def _agree(self, group: Group, buckets: int) -> SteadySteps | None:
         """What all ranks know of the last steps; None if no rank had inputs."""
@@ -432,7 +313,7 @@ class AutoTuner:
         if self._times:
             rows = [(each.step, each.communication, each.backward, *each.ready) for each in self._times]
             own = [statistics.median(column) for column in zip(*rows, strict=True)]
-        known = [row for row in _gather(group, own, self._device) if row[0]]
+        known = [row for row in gather(group, own, self._device) if row[0]]
         if not known:
             return None
         _, _, backward, *ready = known[0]
@@ -464,12 +345,6 @@ def why_idle(group: Group, device: torch.device) -> str | None:
         "all ranks are on one host": group.shared is not None and group.shared.hosts == 1,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
-
-
-def _gather(group: Group, own: Sequence[float], device: torch.device) -> list[tuple[float, ...]]:
-    """Every rank's numbers, of which all ranks have as many."""
-    layout = struct.Struct(f"<{len(own)}d")
-    return [layout.unpack(theirs) for theirs in group.gather_bytes(layout.pack(*own), device)]
 
 
 def _work(context: StepContext, steady: SteadySteps) -> StepWork:

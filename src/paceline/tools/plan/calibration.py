@@ -26,7 +26,7 @@ from paceline.ddp.exchange.between_hosts import SlotLeaders
 from paceline.ddp.reducer.step_report import RankReport, ReportLayout
 from paceline.errors import RecordingError
 from paceline.hooks.compressors import Integers
-from paceline.hooks.grad_bucket import GradBucket
+from paceline.hooks.hook_cost import run_hook
 from paceline.tools.plan.cluster import Cluster
 from paceline.tools.plan.recorded_steps import BucketSizes, RecordedSteps
 from paceline.tools.plan.simulation import BucketWork, HookStage, MessageRounds
@@ -96,13 +96,13 @@ class _Share:
 
 
 @dataclass
-class _Answered:
-    """A collective that is over."""
+class _Answer:
+    """A collective whose result is made when it is waited for: that is no work of the hook's."""
 
-    result: Any
+    make: Callable[[], Tensor]
 
-    def wait(self, on_slow: object) -> Any:  # noqa: ARG002  # it is over
-        return self.result
+    def wait(self, on_slow: object) -> Tensor:  # noqa: ARG002  # it takes no time
+        return self.make()
 
     def done(self) -> bool:
         return True
@@ -116,33 +116,29 @@ class _StandInHosts:
         size: the number of hosts.
         leaders: of each host, which send at the same time.
         rank: this host.
-        launched: when the last collective was launched.
-        exchanges: what it is on the link.
+        exchanges: of each collective, what it is on the link.
     """
 
     size: int
     leaders: float
     rank: int = 0
-    launched: float = 0.0
-    exchanges: Sequence[MessageRounds] = field(default_factory=list)
+    exchanges: list[Sequence[MessageRounds]] = field(default_factory=list)
 
-    def all_gather(self, row: Tensor) -> _Answered:
-        self._note(MessageRounds(self.size - 1, each * self.leaders) for each in _chunks(row.shape[1]))
-        return _Answered(row.expand(self.size, -1).contiguous())
+    def all_gather(self, row: Tensor) -> _Answer:
+        self.exchanges.append(
+            [MessageRounds(self.size - 1, each * self.leaders) for each in _chunks(row.shape[1])]
+        )
+        return _Answer(lambda: row.expand(self.size, -1).contiguous())
 
-    def all_to_all(self, rows: Tensor) -> _Answered:
+    def all_to_all(self, rows: Tensor) -> _Answer:
         # To all others at once.
         sent = self.leaders * (self.size - 1)
-        self._note(MessageRounds(1, each * sent) for each in _chunks(rows.shape[1]))
-        return _Answered(rows)
+        self.exchanges.append([MessageRounds(1, each * sent) for each in _chunks(rows.shape[1])])
+        return _Answer(lambda: rows)
 
-    def all_reduce(self, tensor: Tensor) -> _Answered:
-        self._note([ring(tensor.nbytes * self.leaders, self.size)])
-        return _Answered(tensor.mul_(self.size))
-
-    def _note(self, exchanges: Iterator[MessageRounds] | Sequence[MessageRounds]) -> None:
-        self.launched = time.thread_time()
-        self.exchanges = list(exchanges)
+    def all_reduce(self, tensor: Tensor) -> _Answer:
+        self.exchanges.append([ring(tensor.nbytes * self.leaders, self.size)])
+        return _Answer(lambda: tensor.mul_(self.size))
 
 
 class Calibration:
@@ -157,6 +153,7 @@ class Calibration:
         self._buckets = recorded.buckets
         self._ranks = cluster.ranks_per_host
         self._recorded_ranks = recorded.ranks
+        self._summing_ranks = recorded.summing_ranks
         self._share_of_core = 1 / cluster.ranks_per_core
         self._shares = _largest_shares(recorded.buckets, cluster.ranks_per_host)
         self._known: dict[tuple[object, ...], Any] = {}
@@ -194,26 +191,33 @@ class Calibration:
         return list(self._measured)
 
     def _plain(self, bucket: BucketSizes, tail: int, hosts: int) -> BucketWork:
-        numel = -(-bucket.nbytes // 4 // self._ranks)
-        sum_seconds, spread_seconds = self._in_host(numel)
+        sum_seconds, spread_seconds = self._in_host(_slice(bucket, self._ranks), self._ranks)
         chunks = _cut(bucket.nbytes + tail, CHUNK_BYTES)
         stages = [HookStage(0.0, [ring(each, hosts) for each in chunks])] if hosts > 1 else []
-        return BucketWork(sum_seconds, stages, 0.0, spread_seconds)
+        return BucketWork(sum_seconds, stages, 0.0, spread_seconds, self._recorded_in_host(bucket))
 
     def _with_hook(self, hook: str, bucket: BucketSizes, share: _Share, hosts: int) -> BucketWork:
         if not bucket.nbytes:  # empty parameters
             return self._plain(bucket, 0, hosts)
-        sum_seconds, spread_seconds = self._in_host(sum(share.numels))
+        sum_seconds, spread_seconds = self._in_host(sum(share.numels), self._ranks)
         leaders = bucket.nbytes / 4 / sum(share.numels)
         key = hook, hosts, share.numels
         stages, last = self._once(key, lambda: self._measure_hook(hook, share, hosts, leaders))
         slower = [HookStage(each.seconds / self._share_of_core, each.exchanges) for each in stages]
-        return BucketWork(sum_seconds, slower, last / self._share_of_core, spread_seconds)
+        recorded = self._recorded_in_host(bucket)
+        return BucketWork(sum_seconds, slower, last / self._share_of_core, spread_seconds, recorded)
 
-    def _in_host(self, numel: int) -> tuple[float, float]:
-        """Seconds to sum one rank's part of a bucket inside the host, and to spread it."""
-        sums, spreads = self._once(("in host", numel), lambda: self._measure_in_host(numel))
+    def _in_host(self, numel: int, ranks: int) -> tuple[float, float]:
+        """Seconds to sum one rank's part of a bucket inside a host, and to spread it."""
+        if ranks == 1:
+            return 0.0, 0.0
+        key = "in host", numel, ranks
+        sums, spreads = self._once(key, lambda: self._measure_in_host(numel, ranks))
         return sums / self._share_of_core, spreads / self._share_of_core
+
+    def _recorded_in_host(self, bucket: BucketSizes) -> float:
+        """Seconds that a recorded rank's own work contains for both."""
+        return sum(self._in_host(_slice(bucket, self._summing_ranks), self._summing_ranks))
 
     def _measure_hook(
         self, hook: str, share: _Share, hosts: int, leaders: float
@@ -229,11 +233,11 @@ class Calibration:
         )
         return stages, last
 
-    def _measure_in_host(self, numel: int) -> tuple[float, float]:
-        sample = min(numel, max(1, _MOST_IN_HOST // self._ranks))
+    def _measure_in_host(self, numel: int, ranks: int) -> tuple[float, float]:
+        sample = min(numel, max(1, _MOST_IN_HOST // ranks))
         factor = numel / max(1, sample)
-        sums, spreads = (factor * each for each in _in_host_seconds(sample, self._ranks))
-        self._note("in host", numel, ranks=self._ranks, sum=1e3 * sums, spread=1e3 * spreads)
+        sums, spreads = (factor * each for each in _in_host_seconds(sample, ranks))
+        self._note("in host", numel, ranks=ranks, sum=1e3 * sums, spread=1e3 * spreads)
         return sums, spreads
 
     def _measure_outer(self, numel: int) -> tuple[float, float, int]:
@@ -280,6 +284,11 @@ def ring(nbytes: float, hosts: int) -> MessageRounds:
     return MessageRounds(2 * (hosts - 1), nbytes / hosts)
 
 
+def _slice(bucket: BucketSizes, ranks: int) -> int:
+    """The elements of a bucket that each of a host's ranks sums."""
+    return -(-bucket.nbytes // 4 // ranks)
+
+
 def _largest_shares(buckets: Sequence[BucketSizes], ranks: int) -> list[_Share]:
     """Of each bucket the largest share that one leader has: the others wait for it."""
     leaders = SlotLeaders(ranks)
@@ -303,31 +312,12 @@ def _hook_stages(
     others = _StandInHosts(hosts, leaders)
     group = cast("Group", others)
     hook.meet(group)
-    runs = [_hook_run(hook, share, group, others) for _ in range(1 + _REPEATS)][1:]
-    exchanges = [exchanges for _, exchanges in runs[0][0]]
-    seconds = [statistics.median(run[0][stage][0] for run in runs) for stage in range(len(exchanges))]
-    last = statistics.median(run[1] for run in runs)
-    return [HookStage(*each) for each in zip(seconds, exchanges, strict=True)], last
-
-
-def _hook_run(
-    hook: hooks.Hook, share: _Share, group: Group, others: _StandInHosts
-) -> tuple[list[tuple[float, Sequence[MessageRounds]]], float]:
-    stages = []
-    hook.begin(None)
-    since = time.thread_time()
-    reduction = hook.reduce(GradBucket(share, 0, is_last=True), group)
-    try:
-        pending = next(reduction)
-        while True:
-            stages.append((others.launched - since, others.exchanges))
-            answer = pending.wait(lambda: None)
-            since = time.thread_time()
-            pending = reduction.send(answer)
-    except StopIteration:
-        last = time.thread_time() - since
-    hook.finish(share.parameters, [1] * len(share.parameters), None)
-    return stages, last
+    runs = []
+    for _ in range(1 + _REPEATS):
+        others.exchanges.clear()
+        runs.append(run_hook(hook, share, group, time.thread_time))
+    *seconds, last = (statistics.median(times) for times in zip(*runs[1:], strict=True))
+    return [HookStage(*each) for each in zip(seconds, others.exchanges, strict=True)], last
 
 
 def _in_host_seconds(numel: int, ranks: int) -> tuple[float, float]:

@@ -79,6 +79,14 @@ def parse_hosts(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def parse_count(what: str, text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"{what} must be a whole number ({what}: {text})") from None
+
+
 def parse_hooks(text: str) -> tuple[str, ...]:
     """Names of hooks, such as ``none,int8``, from exact to coarse."""
     given = [each.strip() for each in text.split(",")]

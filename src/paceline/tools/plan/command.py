@@ -18,6 +18,7 @@ from paceline.tools.plan.calibration import Calibration
 from paceline.tools.plan.cluster import (
     HOOKS,
     Cluster,
+    parse_count,
     parse_hooks,
     parse_hosts,
     parse_latency,
@@ -34,13 +35,13 @@ _FOLDER = click.Path(path_type=Path)
 @click.command()
 @click.argument("folder", type=_FOLDER)
 @click.option("--hosts", default="2,8,64,1024", show_default=True, help="Numbers of hosts.")
-@click.option("--ranks-per-host", type=int, help="By default as many as on a recorded host.")
+@click.option("--ranks-per-host", help="By default as many as on a recorded host.")
 @click.option("--link", default="10Gbit", show_default=True, help="What each host can send per second.")
 @click.option("--latency", default="50us", show_default=True, help="From one host to another.")
 @click.option(
     "--hook", default="none,fp16,int8,power_sgd,outer", show_default=True, help=f"Of {', '.join(HOOKS)}."
 )
-@click.option("--cores-per-host", type=int, help="If a host's ranks share fewer cores than they are.")
+@click.option("--cores-per-host", help="If a host's ranks share fewer cores than they are.")
 @click.option("-o", "--output", type=_FILE, help="Where to write the page; by default FOLDER/plan.html.")
 @click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of a table.")
@@ -48,11 +49,11 @@ def plan(
     folder: Path,
     *,
     hosts: str,
-    ranks_per_host: int | None,
+    ranks_per_host: str | None,
     link: str,
     latency: str,
     hook: str,
-    cores_per_host: int | None,
+    cores_per_host: str | None,
     output: Path | None,
     opened: bool,
     as_json: bool,
@@ -66,15 +67,15 @@ def plan(
     try:
         numbers, hooks = parse_hosts(hosts), parse_hooks(hook)
         rate, delay = parse_link(link), parse_latency(latency)
+        ranks = None if ranks_per_host is None else parse_count("ranks per host", ranks_per_host)
+        cores = None if cores_per_host is None else parse_count("cores per host", cores_per_host)
         recorded = read_steps(folder)
-        ranks = recorded.ranks_per_host if ranks_per_host is None else ranks_per_host
-        cluster = Cluster(numbers, ranks, rate, delay, cores_per_host)
+        cluster = Cluster(numbers, recorded.ranks_per_host if ranks is None else ranks, rate, delay, cores)
         calibration = Calibration(recorded, cluster)
         predictions = predict(recorded, cluster, hooks, calibration)
         choices = choose(predictions)
-        written = output or folder / "plan.html"
         page = plan_page(recorded, cluster, predictions, choices)
-        write_file(written, page.encode("utf-8", "replace"))
+        written, about_page = _write_page(page, output, folder)
     except (PacelineError, OSError) as error:
         raise click.ClickException(printable(str(error))) from error
     if as_json:
@@ -82,9 +83,21 @@ def plan(
         click.echo(json.dumps(_as_json(recorded, cluster, measured, predictions, choices), indent=2))
     else:
         _print_plan(recorded, predictions, choices, console)
-    console.print(f"page: {escape(printable(str(written)))}")
-    if opened:
+    console.print(escape(printable(about_page)))
+    if opened and written is not None:
         webbrowser.open(written.resolve().as_uri())
+
+
+def _write_page(page: str, output: Path | None, folder: Path) -> tuple[Path | None, str]:
+    """Write the page; returns where, and what to say of it. Nobody asked for it to be in the folder."""
+    written = output or folder / "plan.html"
+    try:
+        write_file(written, page.encode("utf-8", "replace"))
+    except OSError as error:
+        if output is not None:
+            raise
+        return None, f"no page was written: {error}; take another place: --output FILE"
+    return written, f"page: {written}"
 
 
 def _as_json(

@@ -4,9 +4,10 @@ Stragglers are drawn: every rank of the cluster does a recorded step's own work.
 are drawn together, because what slows down one of them often slows down the others too.
 """
 
+import itertools
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -191,17 +192,28 @@ def _predict_outer(recorded: RecordedSteps, cluster: Cluster, hosts: int, costs:
 def draw_steps(recorded: RecordedSteps, *, ranks: int) -> list[SlowestTimes]:
     """The slowest of all ranks' work, in some steps; the same at each call."""
     draw = random.Random(_SEED)  # noqa: S311  # no secret
-    together = -(-ranks // recorded.ranks)
+    # Whole recorded steps, and one for the ranks that are left.
+    whole = (ranks - 1) // recorded.ranks
+    left = ranks - whole * recorded.ranks
+    if whole > _DRAWS_OF_ALL * len(recorded.steps):
+        return [_slowest(itertools.chain(*recorded.steps))] * _DRAWS
     numbers = range(len(recorded.steps))
-    if together > _DRAWS_OF_ALL * len(numbers):
-        return [_slowest(recorded, {*numbers}, ranks)] * _DRAWS
-    return [_slowest(recorded, {*draw.choices(numbers, k=together)}, ranks) for _ in range(_DRAWS)]
+    drawn = [draw.choices(numbers, k=whole + 1) for _ in range(_DRAWS)]
+    return [_slowest(_ranks_of(recorded, each, left)) for each in drawn]
 
 
-def _slowest(recorded: RecordedSteps, drawn: set[int], ranks: int) -> SlowestTimes:
-    own: list[RankStep] = [rank for number in drawn for rank in recorded.steps[number][:ranks]]
+def _ranks_of(recorded: RecordedSteps, drawn: Sequence[int], left: int) -> Iterator[RankStep]:
+    """All ranks of the drawn steps, but of the last one only as many as are left."""
+    *whole, last = drawn
+    for number in {*whole}:
+        yield from recorded.steps[number]
+    yield from recorded.steps[last][:left]
+
+
+def _slowest(ranks: Iterable[RankStep]) -> SlowestTimes:
+    own = list(ranks)
     ready = [max(times) for times in zip(*(each.ready for each in own), strict=True)]
-    return SlowestTimes(ready, max(each.backward_end for each in own))
+    return SlowestTimes(ready, max(each.backward_end for each in own), max(each.averaged for each in own))
 
 
 def _thread_seconds(bucket: BucketWork) -> float:

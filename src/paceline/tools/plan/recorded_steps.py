@@ -20,6 +20,9 @@ from paceline.tools.report.wall_time import RankWallTime, rank_wall_times
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
 _FEWEST_STEPS = 8
+# How recordings call the exchange without a hook, and what carries it on one host.
+PLAIN = "the average"
+_ON_ONE_HOST = "shared memory"
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,12 @@ class RankStep:
     Attributes:
         ready: when each bucket was ready, in launch order.
         backward_end: when backward ended.
+        averaged: when all averages were there; 0 if that says nothing of one host that averages plainly.
     """
 
     ready: tuple[float, ...]
     backward_end: float
+    averaged: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class RecordedSteps:
         paused_steps: how many steps were left out, because a rank paused in them or waited for a pause.
         paused_seconds: how much pauses add to a step, on average over all steps.
         missing: ranks of the wrapper that recorded no steps.
+        exchange: how gradients were averaged.
+        summing_ranks: the ranks of a host that summed gradients in shared memory, as part of their recorded
+            work; 1 if there were none.
     """
 
     module: str
@@ -80,6 +88,8 @@ class RecordedSteps:
     paused_steps: int = 0
     paused_seconds: float = 0.0
     missing: Sequence[int] = ()
+    exchange: str = PLAIN
+    summing_ranks: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +106,13 @@ class RecordedSteps:
             found.append(
                 f"pauses add {milliseconds(self.paused_seconds * 1e3)} per step; they are not in the plan "
                 f"(steps left out: {self.paused_steps})"
+            )
+        how = [f"on {self.hosts} hosts"] * (self.hosts > 1)
+        how += [f"with {self.exchange}"] * (self.exchange != PLAIN)
+        if how:
+            found.append(
+                f"recorded {' and '.join(how)}: what that took in backward counts as the ranks' own work "
+                "(record one host without a hook)"
             )
         return found
 
@@ -147,19 +164,24 @@ def _recorded_steps(run: WrapperRun, folder: Path) -> RecordedSteps:
             f"the recording has too few whole steps for a plan (folder: {folder}, steps: {len(steps)}, "
             f"steps with pauses: {paused}; at least {_FEWEST_STEPS} without a pause); record a longer run"
         )
+    hosts = max(1, int(run.description["hosts"]))
+    ranks_per_host = -(-len(run.group) // hosts)
     times = [each.step_times[row] / 1e9 for each, own in zip(run.timelines, rows, strict=True) for row in own]
     return RecordedSteps(
         module=run.module,
         ranks=len(run.timelines),
-        ranks_per_host=-(-len(run.group) // max(1, int(run.description["hosts"]))),
+        ranks_per_host=ranks_per_host,
         buckets=[_sizes(bucket, run.description["nbytes"]) for bucket in run.buckets],
         steps=steps,
         step_seconds=median(times),
-        hosts=int(run.description["hosts"]),
+        hosts=hosts,
         paused_steps=paused,
         # A rank's pauses and its waits for those of others: the longest are what the run lost.
         missing=run.missing,
         paused_seconds=max(wall.paused / max(1, wall.steps) for wall in walls) / 1e9,
+        exchange=str(run.description["exchange"]),
+        # On several hosts it is "shared memory and c10d".
+        summing_ranks=ranks_per_host if run.description["transport"].startswith(_ON_ONE_HOST) else 1,
     )
 
 
@@ -181,7 +203,10 @@ def _rank_step(run: WrapperRun, timeline: RankTimeline, row: int) -> RankStep | 
     # averages to averages, because there the ranks have met.
     after = max(0, timeline.step_times[row] - (reduced - begin))
     seconds = [(after + (each if begin <= each <= end else end) - begin) / 1e9 for each in (*ready, end)]
-    return RankStep(tuple(seconds[:-1]), seconds[-1])
+    description = run.description
+    is_plain = description["transport"] == _ON_ONE_HOST and description["exchange"] == PLAIN
+    averaged = (after + reduced - begin) / 1e9 if is_plain else 0.0
+    return RankStep(tuple(seconds[:-1]), seconds[-1], averaged)
 
 
 def _sizes(bucket: Mapping[str, Any], nbytes: Sequence[int]) -> BucketSizes:

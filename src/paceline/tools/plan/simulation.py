@@ -9,6 +9,10 @@ sums it inside the host. Without a hook the exchange between hosts begins at onc
 first, and begins when the thread comes by: at the launch of the next bucket, or at the end of backward. This
 work delays all gradients that come later. After backward the thread takes one bucket after the other: it
 waits, decodes, launches the hook's next collective and waits again, and spreads the result inside the host.
+
+Note [Sums that were recorded]. Ranks that recorded on one host have summed and spread buckets too, and the
+recorded times contain it: a thread that makes a bucket ready as the last one sums it at once, before it goes
+on with backward. What they took comes off what follows the bucket, until the averages.
 """
 
 import heapq
@@ -64,12 +68,14 @@ class BucketWork:
             on one host.
         last_seconds: after the last collective.
         spread_seconds: to spread the result inside the host.
+        recorded_seconds: to do both on the recorded host: see Note [Sums that were recorded].
     """
 
     sum_seconds: float
     stages: Sequence[HookStage]
     last_seconds: float
     spread_seconds: float
+    recorded_seconds: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -84,10 +90,12 @@ class SlowestTimes:
     Attributes:
         ready: when the last rank had each bucket ready, in launch order.
         backward_end: when the last rank's backward ended.
+        averaged: when the last rank had all averages of its host; 0 if the recording does not tell.
     """
 
     ready: Sequence[float]
     backward_end: float
+    averaged: float = 0.0
 
 
 @dataclass
@@ -117,9 +125,10 @@ class HostLink:
 
     def launch(self, rounds: MessageRounds, at: float) -> _Transfer:
         """Begin a collective; calls come in the order of their times."""
-        together = -(-rounds.count // _MOST_ROUNDS)
+        simulated = min(rounds.count, _MOST_ROUNDS)
+        together = rounds.count / max(1, simulated)
         transfer = _Transfer(
-            rounds=-(-rounds.count // together),
+            rounds=simulated,
             seconds=rounds.nbytes * together / self.bytes_per_second,
             latency=self.latency * together,
         )
@@ -185,6 +194,10 @@ class _Thread:
         self.late += seconds
         return self.now
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not do again what the recorded rank did from now on."""
+        self.late -= seconds
+
 
 def simulate_step(
     times: SlowestTimes,
@@ -212,9 +225,11 @@ def simulate_step(
         thread.work(bucket.sum_seconds)
         if not has_hook:
             in_flight.append(_begin(bucket, thread, link))
+        thread.leave_out(bucket.recorded_seconds)
     thread.reach(times.backward_end)
     if has_hook:
         in_flight.append(_begin(work[-1], thread, link))
+    thread.reach(times.averaged)
     for bucket, transfers in zip(work, in_flight, strict=True):
         _end(bucket, transfers, thread, link)
     return thread.now if report is None else link.wait([link.launch(report, thread.now)], thread.now)
