@@ -191,7 +191,10 @@ class _Rates:
 
 def _last_rates(run: WrapperRun) -> _Rates | None:
     """The rates while a run goes on: the last step is not complete, and only tells when it began."""
-    chosen = figure_steps(_with_inputs(run))
+    had_inputs = _with_inputs(run)
+    if not had_inputs.timelines:  # all steps with the last plan were lost
+        return None
+    chosen = figure_steps(had_inputs)
     steps = [each for each in _ended_steps(run) if each.number >= first_step(chosen.run)]
     seconds = (steps[-1].begin - steps[0].begin) / 1e9 if steps else 0.0
     if seconds <= 0:  # there is one step only, or the files are damaged
