@@ -64,6 +64,14 @@ class SlowItems(Dataset[Tensor]):
         return torch.randn(8)
 
 
+class SlowStart(DataLoader[Tensor]):
+    """Takes its time to begin, as one that starts processes."""
+
+    def _get_iterator(self) -> Any:
+        time.sleep(PAUSE)
+        return super()._get_iterator()
+
+
 class SlowState:
     """Takes its time to be pickled."""
 
@@ -180,6 +188,18 @@ class Loop:
                 with torch.no_grad():
                     self.ddp(batch())
                 time.sleep(PAUSE)
+
+    def loader_begun_early(self) -> None:
+        for _ in range(3):
+            batches = iter(DataLoader(SlowItems(4)))
+            time.sleep(PAUSE)
+            for x in batches:
+                self.step(x)
+
+    def loader_begins_slowly(self) -> None:
+        for _ in range(3):
+            for x in SlowStart(SlowItems(4)):
+                self.step(x)
 
     def after_join(self) -> None:
         for _ in range(3):
@@ -319,6 +339,8 @@ def test_the_named_parts_add_up_to_the_wall_time(recorded: Recorded, kind: str) 
         ("checkpoint", "checkpoint", [0]),
         ("bursts", "code outside of the wrapper", [0, 1]),
         ("other_model", "training of another model", [0, 1]),
+        ("loader_begun_early", "code outside of the wrapper", [0, 1]),
+        ("loader_begins_slowly", "data", [0, 1]),
     ],
 )
 def test_a_pause_has_its_cause_its_share_and_its_advice(
