@@ -123,7 +123,7 @@ def read_whole(folder: Path) -> RunProgress | None:
     longest = max(map(_wall_time, runs))
     shown = min((run for run in runs if _wall_time(run) >= _ABOUT_ALL * longest), key=_number)
     found = figure_steps(shown)
-    rates = _Rates(found.steps_per_second, found.units_per_second, _paused(found.walls))
+    rates = _Rates(found.steps_per_second, found.units_per_second, found.paused_share)
     return _run_progress(found.run, rates, _shown_module(shown, runs))
 
 
@@ -201,7 +201,7 @@ def _last_rates(run: WrapperRun) -> _Rates | None:
         return None
     counted = sum(each.count for each in steps[:-1])
     rate = (len(steps) - 1) / seconds
-    return _Rates(rate, counted / seconds if counted else None, _paused(chosen.walls))
+    return _Rates(rate, counted / seconds if counted else None, chosen.paused_share)
 
 
 def _run_progress(run: WrapperRun, rates: _Rates, module: str) -> RunProgress | None:
@@ -278,11 +278,6 @@ def _slowest(run: WrapperRun, *, least: float, steps: int) -> SlowestRank | None
     # The last step goes on, so its parts are not complete.
     part, _ = slow_part(run, rank_part_times(run), number, (0, max(1, len(run.common_steps) - 1)))
     return SlowestRank(run.timelines[number].rank, delay / 1e9, part)
-
-
-def _paused(walls: Sequence[RankWallTime]) -> float:
-    """The share of the wall time that is pauses, on the average rank."""
-    return sum(each.paused for each in walls) / max(1, sum(each.wall for each in walls))
 
 
 def _last_in_most(run: WrapperRun, least: float, steps: int) -> tuple[int | None, float]:
