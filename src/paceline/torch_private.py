@@ -22,7 +22,6 @@ import re
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter, methodcaller
@@ -527,26 +526,19 @@ def after_each_batch(call: Callable[[Any, int], object]) -> None:
 
     Args:
         call: takes the loader's iterator, and when it was asked for the batch (nanoseconds of the monotonic
-            clock). The first batch is asked for when the iterator is made, which may start processes.
+            clock).
     """
     if _LoaderIterator is None:
         return
-    make, give = _LoaderIterator.__init__, _LoaderIterator.__next__
-    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(make)
-    def note_and_make(self: Any, *arguments: Any, **options: Any) -> None:
-        made[self] = time.monotonic_ns()
-        make(self, *arguments, **options)
+    give = _LoaderIterator.__next__
 
     @functools.wraps(give)
     def give_and_call(self: Any) -> Any:
-        asked = made.pop(self, None) or time.monotonic_ns()
+        asked = time.monotonic_ns()
         batch = give(self)
         call(self, asked)
         return batch
 
-    _LoaderIterator.__init__ = note_and_make
     _LoaderIterator.__next__ = give_and_call
 
 

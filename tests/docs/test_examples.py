@@ -125,4 +125,7 @@ def test_the_demo_learns_tells_its_speed_and_leaves_a_page(tmp_path: Path) -> No
     assert min(map(float, told.groups())) > 95
     assert re.search(r"[\d,]+ images/s on 2 ranks, [\d.]+ times torch's [\d,]+", ran.stdout)
     assert re.search(r"paceline: step \d+, .* images/s", ran.stderr)
+    # Half of the wall time is training with torch's wrapper.
+    assert re.search(r"Pauses take \d+% of the wall time \(.*training of another model", ran.stdout)
+    assert "- Another model is trained between these steps: look at its time\n" in ran.stdout
     assert (folder / "build/demo/report.html").exists()

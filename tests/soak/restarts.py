@@ -24,6 +24,8 @@ PLACES = ("before the group", "with the group", "in a step")
 DONE = "trained"
 PACELINE = "from paceline.tools.main import main; main()"
 STEPS = 5
+# How long a launcher that hangs may take to end after SIGTERM: longer than it gives ranks.
+SECONDS_TO_END = 60.0
 
 
 def be_rank(places: list[str], folder: Path) -> None:
@@ -102,9 +104,18 @@ def _code(launcher: "subprocess.Popen[bytes]", until: float) -> int | None:
     try:
         return launcher.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        launcher.terminate()
-        launcher.wait()
+        end(launcher, SECONDS_TO_END)
         return None
+
+
+def end(launcher: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """End a launcher by SIGTERM, or by SIGKILL if that takes longer; its guard then ends the ranks."""
+    launcher.terminate()
+    try:
+        launcher.wait(seconds)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def main() -> None:

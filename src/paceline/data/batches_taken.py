@@ -4,11 +4,15 @@ Only the loader of the last step counts, as long as it gives some. Others may be
 one rank alone.
 """
 
+import functools
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.recording.recorder import batch_given
+from torch.utils.data import DataLoader
+
+from paceline.recording.recorder import waited_for_loader
 from paceline.torch_private import after_each_batch, sampler_iterator_of
 
 
@@ -36,7 +40,7 @@ class _Iterations:
         self.latest = _Iteration()
 
     def add(self, iterator: Iterator[Any], asked: int) -> None:
-        batch_given(asked)
+        waited_for_loader(asked)
         iteration = self._living.setdefault(iterator, _Iteration())
         iteration.batches += 1
         self.latest = iteration
@@ -46,6 +50,23 @@ class _Iterations:
 
 _iterations = _Iterations()
 after_each_batch(_iterations.add)
+
+
+def _record_starts() -> None:
+    """Record how long loaders take to begin an iteration: they may start processes."""
+    begin = DataLoader.__iter__
+
+    @functools.wraps(begin)
+    def begin_and_record(self: DataLoader[Any]) -> Any:
+        asked = time.monotonic_ns()
+        iterator = begin(self)
+        waited_for_loader(asked)
+        return iterator
+
+    DataLoader.__iter__ = begin_and_record  # type: ignore[method-assign]
+
+
+_record_starts()
 
 
 class BatchCounter:

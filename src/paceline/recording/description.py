@@ -48,6 +48,8 @@ def check_description(description: dict[str, Any]) -> None:
     slots = len(description["slots"])
     if len(description["nbytes"]) != slots:
         raise ValueError("there are not as many sizes ('nbytes') as parameters ('slots')")
+    if not description["buckets"]:
+        raise ValueError("there are no buckets")
     if any(slot >= slots for bucket in description["buckets"] for slot in bucket["slots"]):
         raise ValueError(f"a bucket has a parameter that does not exist (parameters: {slots})")
 

@@ -433,8 +433,8 @@ def optimizer_ended(parameter_ids: Sequence[int]) -> None:
             recorder._row[StepColumn.OTHER_OPTIMIZERS] += 1
 
 
-def batch_given(asked: int) -> None:
-    """A data loader has given a batch; it was asked for it at a time of the monotonic clock."""
+def waited_for_loader(asked: int) -> None:
+    """A data loader has begun, or has given a batch; it was asked to at a time of the monotonic clock."""
     now = time.monotonic_ns()
     for recorder in _between_parts():
         recorder._waited_for_loader(asked, now)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
 from paceline.recording.reader import PlanRecording, read_recording
-from paceline.recording.recorder import batch_given
+from paceline.recording.recorder import waited_for_loader
 from paceline.recording.rows import BucketColumn, StepColumn, StepKind, SumColumn
 from paceline.testing import RankPool
 
@@ -139,7 +139,7 @@ def fail_without_step(_: int, folder: Path) -> None:
             loss.backward()
         asked = time.monotonic_ns()
         time.sleep(0.001)
-        batch_given(asked)
+        waited_for_loader(asked)
     step(ddp, optimizer)
     ddp.recorder.write(folder)
 

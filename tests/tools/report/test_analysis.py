@@ -64,6 +64,13 @@ def test_the_parts_of_a_step_are_those_that_it_had(analysed: Analyse) -> None:
     assert found.stragglers == []
 
 
+def test_the_mean_step_and_its_quartiles_are_of_the_same_steps(analysed: Analyse) -> None:
+    # Three steps of each rank, of which the last is shorter because nothing follows it.
+    found = analysed(Run(ranks=2, steps=4))
+    for low, mean, high in (found.step_ms, *(rank.step_ms for rank in found.ranks)):
+        assert low < mean < high
+
+
 def test_the_step_is_one_number_and_its_parts_add_up_to_it(analysed: Analyse) -> None:
     # Times whose mean and median differ, on ranks that differ.
     found = analysed(Run(ranks=3, steps=60, jitter=2.0, slow=[Slow(1, 30, since=20, until=40)]))

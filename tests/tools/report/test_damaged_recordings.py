@@ -172,6 +172,7 @@ def with_value(key: str, value: str) -> Callable[[Files], dict[str, bytes]]:
         with_value("cap", "-1"),
         with_value("nbytes", "[1, 2, 3, -4]"),
         with_value("group", "[]"),
+        with_value("buckets", "[]"),
         with_value("buckets", '[{"slots": [99], "nbytes": 1}, {"slots": [0], "nbytes": 1}]'),
         with_value("slots", "[" * 100_000 + "]" * 100_000),
         with_value("version", '"\\u001b[2J"'),

@@ -12,6 +12,7 @@ from paceline.tools.report.figure_steps import wall_times_of_all
 from paceline.tools.report.step_parts import StepPart
 from paceline.tools.report.wall_time import RankWallTime
 from paceline.tools.report.wrapper_runs import WrapperRun
+from paceline.tools.run.progress import read_whole
 
 # From step 141 on, rank 0 waits for rank 1.
 STRAGGLER = Run(ranks=2, steps=200, slow=[Slow(1, 200, 140, part="data")])
@@ -53,3 +54,29 @@ def test_the_timeline_adds_up_to_all_steps(tmp_path: Path, killed: int) -> None:
         ]
         end = timeline[StepColumn.OPTIMIZER_END][-1]
         assert wall.wall == end - timeline[StepColumn.BEGIN][0]
+
+
+def test_ranks_with_different_numbers_of_steps_have_the_rates_and_shares_of_all_steps(tmp_path: Path) -> None:
+    # Steps of 35.8 ms. Rank 1 has 40 of them, before rank 0 pauses.
+    pauses = [Slow(0, 500, step, step + 1, "data") for step in (50, 70, 90)]
+    run = Run(ranks=2, steps=101, slow=pauses)
+    write(run, tmp_path)
+    write(replace(run, steps=41), tmp_path / "short")
+    for file in (tmp_path / "short").glob("rank1-*"):
+        file.replace(tmp_path / file.name)
+    _, found, _ = drawn(tmp_path)
+    assert [round(rank.wall_ms / rank.mean_step_ms) for rank in found.ranks] == [100, 40]
+    seconds = sum(rank.wall_ms for rank in found.ranks) / 1e3
+    assert found.steps_per_second == pytest.approx(140 / seconds)
+    assert seconds == pytest.approx(140 * 0.0358 + 1.5, rel=0.01)
+    each = [rank.wall_ms / 1e3 for rank in found.ranks]
+    assert found.units_per_second == pytest.approx(32 * (100 / each[0] + 40 / each[1]))
+    shares = [
+        sum(pauses.share for pauses in found.pauses),
+        found.parts["pauses"] / found.mean_step_ms,
+    ]
+    assert shares == pytest.approx([1.5 / seconds] * 2, rel=0.01)
+    last = read_whole(tmp_path)
+    assert last is not None
+    assert last.paused == pytest.approx(shares[0])
+    assert last.steps_per_second == pytest.approx(found.steps_per_second)

@@ -5,7 +5,9 @@ Pauses are long, so that they are pauses on a busy machine too.
 
 import io
 import json
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from paceline.recording.rows import StepColumn
 from paceline.testing import RankPool
 from paceline.tools.main import main
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
-from paceline.tools.report.step_parts import StepPart
+from paceline.tools.report.step_parts import StepPart, rank_part_times
 from paceline.tools.report.timeline_overlays import step_overlays
 from paceline.tools.report.wall_time import rank_wall_times
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun
@@ -62,6 +64,14 @@ class SlowItems(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(SHORT)
         return torch.randn(8)
+
+
+class SlowStart(DataLoader[Tensor]):
+    """Takes its time to begin, as one that starts processes."""
+
+    def _get_iterator(self) -> Any:
+        time.sleep(PAUSE)
+        return super()._get_iterator()
 
 
 class SlowState:
@@ -181,6 +191,18 @@ class Loop:
                     self.ddp(batch())
                 time.sleep(PAUSE)
 
+    def loader_begun_early(self) -> None:
+        for _ in range(3):
+            batches = iter(DataLoader(SlowItems(4)))
+            time.sleep(PAUSE)
+            for x in batches:
+                self.step(x)
+
+    def loader_begins_slowly(self) -> None:
+        for _ in range(3):
+            for x in SlowStart(SlowItems(4)):
+                self.step(x)
+
     def after_join(self) -> None:
         for _ in range(3):
             with self.ddp.join():
@@ -286,6 +308,21 @@ def recorded(pool: RankPool, tmp_path: Path) -> Recorded:
     return record
 
 
+def usual(run: WrapperRun, part: StepPart) -> float:
+    """The median of a part over all steps, in milliseconds: one delay of the machine does not change it."""
+    return statistics.median(time for times in rank_part_times(run) for time in times[part]) / 1e6
+
+
+def planted(run: WrapperRun) -> Counter[tuple[int, str]]:
+    """How many pauses of the planted length each rank has, by cause: not those of a busy machine."""
+    return Counter(
+        (timeline.rank, str(pause.cause))
+        for timeline, wall in zip(run.timelines, rank_wall_times(run), strict=True)
+        for pause in wall.pauses
+        if pause.nanoseconds >= PAUSE * 900e6
+    )
+
+
 def wall_ms(timeline: RankTimeline) -> float:
     """From the begin of the first step to the end of the last, as it was recorded."""
     end = max(timeline[StepColumn.END][-1], timeline[StepColumn.OPTIMIZER_END][-1])
@@ -319,14 +356,20 @@ def test_the_named_parts_add_up_to_the_wall_time(recorded: Recorded, kind: str) 
         ("checkpoint", "checkpoint", [0]),
         ("bursts", "code outside of the wrapper", [0, 1]),
         ("other_model", "training of another model", [0, 1]),
+        ("loader_begun_early", "code outside of the wrapper", [0, 1]),
+        ("loader_begins_slowly", "data", [0, 1]),
     ],
 )
 def test_a_pause_has_its_cause_its_share_and_its_advice(
     recorded: Recorded, kind: str, cause: str, ranks: list[int]
 ) -> None:
-    [(_, found)] = recorded(kind)
-    longest = found.pauses[0]
-    assert (longest.cause, longest.ranks, longest.others_wait) == (cause, ranks, len(ranks) == 1)
+    [(run, found)] = recorded(kind)
+    # The machine may once have another pause that is as long.
+    often = {each for each, count in planted(run).items() if count >= 2}
+    waits = {(1, "a pause of another rank")} if ranks == [0] else set()
+    assert often == {(rank, cause) for rank in ranks} | waits
+    [longest] = [each for each in found.pauses if each.cause == cause]
+    assert longest.others_wait or not waits
     assert longest.longest_ms >= PAUSE * 900
     assert longest.total_ms >= 2 * PAUSE * 900
     assert longest.step_ms >= longest.longest_ms / STEPS
@@ -359,11 +402,13 @@ def test_more_batches_than_usual_for_an_accumulation_are_no_pause(recorded: Reco
 
 
 def test_what_follows_join_is_no_wait(recorded: Recorded) -> None:
-    [(_, found)] = recorded("after_join")
-    assert all(rank.parts["waiting in join"] < PAUSE * 100 for rank in found.ranks)
-    [pauses] = found.pauses
-    assert (pauses.cause, list(pauses.ranks)) == ("code outside of the wrapper", [1])
-    assert 2 <= pauses.count <= 3
+    [(run, _)] = recorded("after_join")
+    # Rank 1 pauses twice between two steps; the machine may do so too, once.
+    for wall in rank_wall_times(run):
+        assert sum(time > PAUSE * 900e6 for time in wall.times[StepPart.JOIN]) < 2
+    found = planted(run)
+    assert 2 <= found[1, "code outside of the wrapper"] <= 3
+    assert found[0, "code outside of the wrapper"] < 2
 
 
 def test_a_rank_that_skips_a_step_does_not_wait_in_join(recorded: Recorded) -> None:
@@ -379,22 +424,22 @@ def test_the_time_of_another_wrapper_is_named(recorded: Recorded) -> None:
 
 
 def test_a_forward_without_gradients_of_another_wrapper_is_named(recorded: Recorded) -> None:
-    [(_, found)] = recorded("forward_without_gradients")
-    assert found.parts["other wrappers"] > SHORT * 800
-    assert found.parts["data loading and other"] < SHORT * 500
+    [(run, _)] = recorded("forward_without_gradients")
+    assert usual(run, StepPart.OTHER_WRAPPERS) > SHORT * 800
+    assert usual(run, StepPart.DATA) < SHORT * 500
 
 
 def test_a_data_loader_between_backwards_that_accumulate_is_no_accumulation(recorded: Recorded) -> None:
-    [(_, found)] = recorded("loader_between_backwards")
-    assert found.parts["DataLoader"] > 4 * SHORT * 800
-    assert found.parts["gradient accumulation"] < SHORT * 500
+    [(run, found)] = recorded("loader_between_backwards")
+    assert usual(run, StepPart.LOADER) > 4 * SHORT * 800
+    assert usual(run, StepPart.ACCUMULATION) < SHORT * 500
     assert "data" in [each.kind for each in found.suggestions]
 
 
 def test_a_data_loader_between_forward_and_backward_is_no_loss(recorded: Recorded) -> None:
-    [(_, found)] = recorded("loader_before_backward")
-    assert found.parts["DataLoader"] > 2 * SHORT * 800
-    assert found.parts["loss"] < SHORT * 500
+    [(run, _)] = recorded("loader_before_backward")
+    assert usual(run, StepPart.LOADER) > 2 * SHORT * 800
+    assert usual(run, StepPart.LOSS) < SHORT * 500
 
 
 @pytest.mark.parametrize(
@@ -419,12 +464,13 @@ def test_a_data_loader_inside_of_a_step_is_drawn_there(
 def test_a_backward_has_neither_another_wrappers_gradients_nor_its_wait_for_other_ranks(
     recorded: Recorded,
 ) -> None:
-    by_module = {run.module: analysis for run, analysis in recorded("shared_backward")}
-    for rank, own in enumerate(by_module["Critic"].ranks):
-        assert own.parts["backward"] < SHORT * 500
-        assert own.parts["other wrappers"] > SHORT * 800 * (1 + rank)
-    early, _ = by_module["Critic"].ranks
-    assert early.parts["waiting for the slowest rank"] > SHORT * 800
+    [critic] = [run for run, _ in recorded("shared_backward") if run.module == "Critic"]
+    for rank in range(2):
+        own = replace(critic, timelines=[critic.timelines[rank]])
+        assert usual(own, StepPart.BACKWARD) < SHORT * 500
+        assert usual(own, StepPart.OTHER_WRAPPERS) > SHORT * 800 * (1 + rank)
+    early, _ = rank_part_times(critic)
+    assert statistics.median(early[StepPart.WAITING]) > SHORT * 800e6
 
 
 def test_forward_and_backward_in_a_closure_leave_the_rest_to_the_optimizer(recorded: Recorded) -> None:
@@ -442,9 +488,9 @@ def test_time_between_backward_and_optimizer_is_before_the_optimizer(recorded: R
 
 
 def test_time_between_two_optimizers_is_not_in_an_optimizer(recorded: Recorded) -> None:
-    [(_, found)] = recorded("two_optimizers")
+    [(run, found)] = recorded("two_optimizers")
     assert found.parts["before optimizer"] > SHORT * 900
-    assert found.parts["optimizer"] < SHORT * 500
+    assert usual(run, StepPart.OPTIMIZER) < SHORT * 500
 
 
 def test_a_data_loader_is_named_and_so_is_what_comes_before_it(recorded: Recorded) -> None:

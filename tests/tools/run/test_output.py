@@ -207,3 +207,31 @@ def test_a_status_comes_back_after_other_lines(monkeypatch: pytest.MonkeyPatch, 
     wait_until(lambda: screen.getvalue().count("step 3") == 2)
     output.finish()
     assert screen.getvalue().splitlines()[-1].endswith("step 3 · 12.5 steps/s · 800 r…")
+
+
+def fail() -> RunProgress:
+    raise ValueError("no such row")
+
+
+@pytest.mark.parametrize("make", [Terminal, io.StringIO], ids=["terminal", "elsewhere"])
+def test_an_error_of_the_status_is_told_once_and_lines_go_on(
+    make: Callable[[], io.StringIO], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("paceline.tools.run.console.ELSEWHERE", 0.0)
+    screen = make()
+    destination = Destination(screen)
+    output = OutputThread(StatusLine(destination, fail, lambda: 80))
+    told = "paceline: the line about the run's progress is off (ValueError: no such row)\n"
+    wait_until(lambda: told in screen.getvalue())
+    output.add(RankStream(tmp_path / "pipe", Source(0, destination), log=None, is_shown=True))
+    (tmp_path / "pipe").write_text("words\n")
+    wait_until(lambda: "words\n" in screen.getvalue())
+    output.finish()
+    assert screen.getvalue().count(told) == 1
+
+
+def test_an_error_of_the_last_line_is_told_and_is_the_last_line() -> None:
+    screen = io.StringIO()
+    output = OutputThread(StatusLine(Destination(screen), lambda: None, lambda: 80, read_whole=fail))
+    output.finish()
+    assert screen.getvalue().endswith("is off (ValueError: no such row)\n")

@@ -1,8 +1,12 @@
 """Ranks that are started again find nothing in their store that those before them have left."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import restarts
 from launcher_runs import free_port
 from running import Ran, in_rank, paceline, script
 
@@ -16,12 +20,14 @@ from torch.distributed import TCPStore
 
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 print("found", store.check(["left"]))
+started = Path(f"started {os.environ['LOCAL_RANK']}")
+is_first = not started.exists()
+# Before the others are told: the first that fails may end this rank, at any time.
+started.touch()
 store.set(f"looked {os.environ['RANK']}", "")
 store.wait(["looked 0", "looked 1"])
 store.set("left", "")
-started = Path(f"started {os.environ['LOCAL_RANK']}")
-if not started.exists():
-    started.touch()
+if is_first:
     sys.exit(1)
 """
 ON_THIS_HOST = ["--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
@@ -63,3 +69,12 @@ def test_ranks_of_two_hosts_have_a_store_for_each_start(rendezvous: str, tmp_pat
         assert isinstance(ran, Ran)
         assert ran.code == 0, ran.stderr
         assert [line.partition("] ")[2] for line in ran.lines] == ["found False"] * 2
+
+
+def test_the_soak_ends_a_launcher_that_ignores_sigterm() -> None:
+    text = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-uc", text], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        restarts.end(launcher, 0.1)
+    assert launcher.returncode == -signal.SIGKILL

@@ -4,15 +4,17 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from left_processes import is_running
-from running import EXITS_AT_ONCE, paceline, script
+from running import EXITS_AT_ONCE, TIMEOUT, Ran, in_rank, paceline, script
 
 from paceline.recording.recorder import FOLDER_VARIABLE
+from paceline.testing import run_ranks
 from paceline.tools.run import agent
 from paceline.tools.run.command import ranks_parser
 from paceline.tools.run.worker import FOLDER
@@ -92,8 +94,24 @@ def test_a_rank_that_ends_badly_gives_its_exit_code(ends: str, code: int, words:
 
 
 def test_a_rank_that_ended_early_is_named_when_others_miss_it(tmp_path: Path) -> None:
-    text = f"{PRELUDE}{FIRST}\n    sys.exit()\ntime.sleep(0.5)\n"
-    text += "raise RuntimeError('Connection closed by peer [127.0.0.1]:1')"
+    text = f"""{PRELUDE}
+from pathlib import Path
+{FIRST}
+    Path("pid").write_text(str(os.getpid()))
+    os.rename("pid", "pid of rank 1")
+    sys.exit()
+
+def is_running(stat):
+    try:
+        return stat.read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+while not os.path.exists("pid of rank 1"):
+    time.sleep(0.01)
+while is_running(Path("/proc", Path("pid of rank 1").read_text(), "stat")):
+    time.sleep(0.01)
+raise RuntimeError('Connection closed by peer [127.0.0.1]:1')"""
     ran = paceline("run", script(tmp_path, text), folder=tmp_path)
     assert ran.code == 1
     assert ran.stderr.endswith("\nrank 1 had ended before, with exit code 0\n")
@@ -213,14 +231,41 @@ def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
     ran = paceline("run", "-n", "1", script(tmp_path, SAVES), folder=tmp_path, sends=sends)
     assert (ran.code, ran.left) == (130, [])
     assert ran.lines == ["[0] up", "[0] saved 0"]
-    where = f"{tmp_path}/script.py:5 in <module>"
-    assert ran.stderr.endswith(f"stopped by SIGINT\nrank 0: interrupted at {where}\n")
+    # In the line after the one that printed, or while that ends.
+    where = rf"{tmp_path}/script\.py:[45] in <module>"
+    assert re.search(rf"stopped by SIGINT\nrank 0: interrupted at {where}\n$", ran.stderr)
 
 
 def test_ctrl_c_twice_ends_ranks_at_once(tmp_path: Path) -> None:
     sends = [("[0] up", signal.SIGINT), ("a second signal stops them at once", signal.SIGINT)]
     ran = paceline("run", "-n", "1", script(tmp_path, STUBBORN), folder=tmp_path, sends=sends)
     assert (ran.code, ran.left) == (130, [])
+
+
+def interrupt(_: Path) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail(_: Path) -> None:
+    raise KeyError("a column")
+
+
+def with_last_line(_: int, read: Callable[[Path], None], folder: Path) -> Ran:
+    """A run in whose last line something happens."""
+    agent.read_whole = read  # type: ignore[attr-defined,assignment]
+    return in_rank(0, ["run", "-n", "1", "script.py"], folder)
+
+
+@pytest.mark.parametrize(("read", "told"), [(interrupt, ""), (fail, "is off (KeyError: 'a column')\n")])
+def test_what_happens_in_the_last_line_does_not_change_how_a_run_has_ended(
+    read: Callable[[Path], None], told: str, tmp_path: Path
+) -> None:
+    script(tmp_path, "print('done')")
+    [ran] = run_ranks(with_last_line, 1, args=(read, tmp_path), backend=None, timeout=TIMEOUT)
+    assert isinstance(ran, Ran)
+    assert (ran.code, ran.lines) == (0, ["[0] done"])
+    assert ran.stderr.endswith(told)
+    assert len(ran.stderr.splitlines()) == bool(told)
 
 
 def test_sigterm_ends_ranks_through_their_exit_handlers(tmp_path: Path) -> None:

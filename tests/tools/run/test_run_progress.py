@@ -117,6 +117,12 @@ def test_lost_steps_and_steps_without_inputs_do_not_count_and_few_steps_give_not
     assert progress([recording(0, rows), recording(1, [])]) is None
 
 
+@pytest.mark.parametrize("kind", [StepKind.LOST, StepKind.NO_INPUTS])
+def test_if_all_steps_were_lost_or_without_inputs_there_is_no_progress(kind: StepKind) -> None:
+    ranks = [recording(0, [row(0, kind=StepKind.LOST)]), recording(1, [row(0, kind=kind)])]
+    assert progress(ranks) is None
+
+
 def test_steps_in_which_one_rank_has_no_inputs_count_by_the_other_ranks() -> None:
     ahead = recording(0, [row(step, count=8) for step in range(9)])
     kinds = [StepKind.ORDINARY] * 4 + [StepKind.NO_INPUTS] * 4

@@ -17,10 +17,10 @@ from paceline.recording import ring_buffer
 from paceline.recording.reader import PlanRecording, read_latest, read_recording
 from paceline.recording.recorder import (
     Recorder,
-    batch_given,
     optimizer_began,
     optimizer_ended,
     state_saved,
+    waited_for_loader,
 )
 from paceline.recording.rows import (
     BucketColumn,
@@ -144,7 +144,7 @@ def test_what_happens_between_steps_is_recorded_with_the_step_before(tmp_path: P
     run(recorder, 2)
     recorder.evaluation_began()
     recorder.evaluation_ended()
-    batch_given(0)
+    waited_for_loader(0)
     state_saved(0)
     run(recorder, 1)
     recorder.close()
@@ -163,13 +163,13 @@ def test_what_happens_between_steps_is_recorded_with_the_step_before(tmp_path: P
 @pytest.mark.usefixtures("clock")
 def test_what_happens_inside_of_a_step_is_recorded_with_its_place(tmp_path: Path) -> None:
     recorder = new_recorder(tmp_path)
-    batch_given(0)  # before the first step there is none that it could be in
+    waited_for_loader(0)  # before the first step there is none that it could be in
     for step in range(2):
         recorder.forward_began()
         recorder.forward_ended()
         recorder.accumulation_began()
         recorder.accumulated()
-        batch_given(0)
+        waited_for_loader(0)
         recorder.forward_began()
         recorder.forward_ended()
         state_saved(0)
@@ -180,7 +180,7 @@ def test_what_happens_inside_of_a_step_is_recorded_with_its_place(tmp_path: Path
         state_saved(0)
         optimizer_began([7])
         optimizer_ended([7])
-        batch_given(0)
+        waited_for_loader(0)
     recorder.close()
     [recording] = read_recording(tmp_path)
     inside = (StepColumn.LOADER_INSIDE, StepColumn.SAVING_INSIDE, StepColumn.EVALUATION_INSIDE)
@@ -194,7 +194,7 @@ def test_what_happens_inside_of_a_step_is_recorded_with_its_place(tmp_path: Path
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
-    ("event", "column"), [(batch_given, StepColumn.LOADER), (state_saved, StepColumn.SAVING)]
+    ("event", "column"), [(waited_for_loader, StepColumn.LOADER), (state_saved, StepColumn.SAVING)]
 )
 def test_what_another_thread_loads_or_saves_is_no_wait(
     tmp_path: Path, event: Callable[[int], None], column: StepColumn

@@ -9,7 +9,7 @@ from paceline.recording.reader import read_recording
 from paceline.recording.rows import StepColumn, StepKind, SumColumn
 from paceline.tools.formatting import milliseconds, percent, rank_list
 from paceline.tools.report.bucket_waits import BucketWait, bucket_waits
-from paceline.tools.report.figure_steps import detailed_steps, figure_steps, first_step
+from paceline.tools.report.figure_steps import FigureSteps, detailed_steps, figure_steps, first_step
 from paceline.tools.report.generations import PlanSummary
 from paceline.tools.report.run_history import RunHistory, read_history
 from paceline.tools.report.step_parts import (
@@ -90,7 +90,7 @@ class RunAnalysis:
         mean_step_ms: the wall time of a step, with pauses: the sum of the parts.
         wall_ms: the wall time, on the average rank.
         steps_per_second: how many steps there were in a second of wall time.
-        parts: where the wall time goes, as the mean per step on the average rank, in milliseconds.
+        parts: where the wall time goes, as the mean of the steps of all ranks, in milliseconds.
         pauses: the pauses by cause, those that took most time first.
         communication_ms: how long a bucket is in flight, per step.
         overlap: the share of that which is during backward; None if there is no communication.
@@ -185,18 +185,17 @@ def analyse(
     step_ns = quartiles([step for wall in walls for step in wall.usual_steps()])
     buckets = bucket_waits(run)
     pauses = pause_summaries(run, walls)
-    facts = _facts(whole, run, figures, buckets, stragglers, pauses)
+    facts = _facts(whole, chosen, figures, buckets, pauses)
     overlap_ms = statistics.fmean(each.overlap_ms for each in figures)
     overlap = overlap_ms / facts.in_flight if facts.in_flight else None
     why_no_overlap = _why_no_overlap(facts, overlap)
-    parts_of_step = _average_parts(figures)
     return RunAnalysis(
         module=run.module,
         summary=_summary(
             facts,
             overlap,
             why_no_overlap,
-            _largest_part(parts_of_step, other_modules, facts),
+            _largest_part(chosen.parts, other_modules, facts),
         ),
         group=run.group,
         missing_ranks=run.missing,
@@ -210,10 +209,10 @@ def analyse(
         steps_done_again=len(whole.done_again),
         steps_without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS),
         step_ms=_spread(step_ns, facts.step),
-        mean_step_ms=statistics.fmean(each.mean_step_ms for each in figures),
+        mean_step_ms=chosen.mean_step_ms,
         wall_ms=chosen.wall_ms,
         steps_per_second=chosen.steps_per_second,
-        parts={str(part): spent for part, spent in parts_of_step.items()},
+        parts={str(part): spent for part, spent in chosen.parts.items()},
         pauses=pauses,
         communication_ms=facts.in_flight,
         overlap=overlap,
@@ -234,14 +233,13 @@ def analyse(
 
 def _facts(
     whole: WrapperRun,
-    run: WrapperRun,
+    chosen: FigureSteps,
     figures: Sequence[RankFigures],
     buckets: Sequence[BucketWait],
-    stragglers: Sequence[Straggler],
     pauses: Sequence[PauseSummary],
 ) -> RunFacts:
     """What suggestions are made from."""
-    parts = _average_parts(figures)
+    run, parts = chosen.run, chosen.parts
     least = {part: min(each.parts[part] for each in figures) for part in _LEAST_OF_RANKS}
     return RunFacts(
         step=sum(parts.values()) - parts[StepPart.PAUSE],
@@ -256,7 +254,7 @@ def _facts(
         transport=str(run.description["transport"]),
         device=str(run.description["device"]),
         exchange=str(run.description["exchange"]),
-        stragglers=stragglers,
+        stragglers=chosen.stragglers,
         lost=(whole.steps_of_kind(StepKind.LOST) - len(whole.done_again)) / detailed_steps(whole),
         without_inputs=whole.steps_of_kind(StepKind.NO_INPUTS) / detailed_steps(whole),
         without_optimizer=_without_optimizer(run),
@@ -271,10 +269,6 @@ def _without_optimizer(run: WrapperRun) -> float:
         for row in rows[:-1]
     ]
     return starts.count(0) / len(starts) if starts else 0.0
-
-
-def _average_parts(figures: Sequence[RankFigures]) -> dict[StepPart, float]:
-    return {part: statistics.fmean(each.parts[part] for each in figures) for part in StepPart}
 
 
 def _figures(run: WrapperRun, timeline: RankTimeline, wall: RankWallTime) -> RankFigures:

@@ -43,15 +43,36 @@ class FigureSteps:
         return statistics.fmean(wall.wall for wall in self.walls) / 1e6
 
     @property
+    def parts(self) -> dict[StepPart, float]:
+        """Where the wall time goes, as the mean of the steps of all ranks, in milliseconds.
+
+        Each step counts once, also if ranks have different numbers of them. Rates are of the same time.
+        """
+        steps = max(1, sum(wall.steps for wall in self.walls))
+        own = [(wall.per_step(), wall.steps) for wall in self.walls]
+        return {part: sum(means[part] * many for means, many in own) / steps / 1e6 for part in StepPart}
+
+    @property
+    def mean_step_ms(self) -> float:
+        """The wall time of a step: the sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def paused_share(self) -> float:
+        """The share of the wall time that is pauses."""
+        return self.parts[StepPart.PAUSE] / (self.mean_step_ms or 1.0)
+
+    @property
     def steps_per_second(self) -> float:
         """How many steps there were in a second of wall time."""
-        return self.steps / self.wall_ms * 1e3 if self.wall_ms else 0.0
+        return 1e3 / self.mean_step_ms if self.mean_step_ms else 0.0
 
     @property
     def units_per_second(self) -> float | None:
-        """What all ranks together processed, in the same wall time; None if it was not counted."""
-        counted = sum(sum(timeline[StepColumn.COUNT]) for timeline in self.run.timelines)
-        return counted / self.wall_ms * 1e3 if counted and self.wall_ms else None
+        """What all ranks together processed in a second of wall time; None if it was not counted."""
+        counted = [sum(timeline[StepColumn.COUNT]) for timeline in self.run.timelines]
+        pairs = zip(counted, self.walls, strict=True)
+        return sum(count / wall.wall * 1e9 for count, wall in pairs if wall.wall) if any(counted) else None
 
 
 def figure_steps(whole: WrapperRun) -> FigureSteps:

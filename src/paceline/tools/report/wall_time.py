@@ -114,9 +114,9 @@ class RankWallTime:
         return sum(pause.nanoseconds for pause in self.pauses)
 
     def usual_steps(self) -> list[int]:
-        """The step times without pauses; without the last step, whose time is not complete."""
+        """The step times without pauses."""
         parts = [own for part, own in self.times.items() if part is not StepPart.PAUSE]
-        return [sum(row) for row in zip(*parts, strict=True)][: max(1, self.steps - 1)]
+        return [sum(row) for row in zip(*parts, strict=True)]
 
 
 def rank_wall_times(run: WrapperRun) -> list[RankWallTime]:

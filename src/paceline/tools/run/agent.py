@@ -140,13 +140,14 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
             spares=job.spares,
             lost_after=job.lost_after,
         )
-    error = None
+    error = received = None
     with signals, child_subreaper(), _silent_failure_loggers():
         try:
             try:
                 _run_agent(Agent(job, logs, processes, signals, say, watch, healer))
             finally:
                 signals.stop_raising()
+                received = signals.received  # the ranks have ended: a later signal does not change how
                 if healer is not None:
                     healer.stop()
         except SignalException:
@@ -156,7 +157,7 @@ def run(job: Job, folder: Path, *, stdout: TextIO, stderr: TextIO) -> JobResult:
         processes.stop()
         output.finish()
     summary = processes.summary(is_one_host=_is_one_host(job))
-    return JobResult(processes.failures(), summary, signals.received, error)
+    return JobResult(processes.failures(), summary, received, error)
 
 
 def _is_one_host(job: Job) -> bool:

@@ -123,7 +123,7 @@ def read_whole(folder: Path) -> RunProgress | None:
     longest = max(map(_wall_time, runs))
     shown = min((run for run in runs if _wall_time(run) >= _ABOUT_ALL * longest), key=_number)
     found = figure_steps(shown)
-    rates = _Rates(found.steps_per_second, found.units_per_second, _paused(found.walls))
+    rates = _Rates(found.steps_per_second, found.units_per_second, found.paused_share)
     return _run_progress(found.run, rates, _shown_module(shown, runs))
 
 
@@ -191,14 +191,17 @@ class _Rates:
 
 def _last_rates(run: WrapperRun) -> _Rates | None:
     """The rates while a run goes on: the last step is not complete, and only tells when it began."""
-    chosen = figure_steps(_with_inputs(run))
+    had_inputs = _with_inputs(run)
+    if not had_inputs.timelines:  # all steps with the last plan were lost
+        return None
+    chosen = figure_steps(had_inputs)
     steps = [each for each in _ended_steps(run) if each.number >= first_step(chosen.run)]
     seconds = (steps[-1].begin - steps[0].begin) / 1e9 if steps else 0.0
     if seconds <= 0:  # there is one step only, or the files are damaged
         return None
     counted = sum(each.count for each in steps[:-1])
     rate = (len(steps) - 1) / seconds
-    return _Rates(rate, counted / seconds if counted else None, _paused(chosen.walls))
+    return _Rates(rate, counted / seconds if counted else None, chosen.paused_share)
 
 
 def _run_progress(run: WrapperRun, rates: _Rates, module: str) -> RunProgress | None:
@@ -275,11 +278,6 @@ def _slowest(run: WrapperRun, *, least: float, steps: int) -> SlowestRank | None
     # The last step goes on, so its parts are not complete.
     part, _ = slow_part(run, rank_part_times(run), number, (0, max(1, len(run.common_steps) - 1)))
     return SlowestRank(run.timelines[number].rank, delay / 1e9, part)
-
-
-def _paused(walls: Sequence[RankWallTime]) -> float:
-    """The share of the wall time that is pauses, on the average rank."""
-    return sum(each.paused for each in walls) / max(1, sum(each.wall for each in walls))
 
 
 def _last_in_most(run: WrapperRun, least: float, steps: int) -> tuple[int | None, float]:

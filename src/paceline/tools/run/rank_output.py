@@ -124,6 +124,7 @@ class OutputThread:
 
     def __init__(self, status: StatusLine) -> None:
         self._status = status
+        self._has_status = True
         self._console = Console()
         self._selector = selectors.DefaultSelector()
         self._streams: list[RankStream] = []
@@ -162,7 +163,7 @@ class OutputThread:
         for stream in self._streams:
             stream.close(self._console)
         self._console.end_line()
-        if (text := self._status.last()) is not None:
+        if (text := self._status_text(self._status.last)) is not None:
             self._status.destination.write(f"{text}\n")
         for key in list(self._selector.get_map().values()):
             if key.fd not in {stream.descriptor for stream in self._streams}:
@@ -184,16 +185,30 @@ class OutputThread:
                     pass
 
     def _show_status(self) -> None:
-        destination, text = self._status.destination, self._status.due()
-        if destination.is_terminal and not self._console.has_status:
+        destination, text = self._status.destination, self._status_text(self._status.due)
+        stays = not (destination.is_terminal and self._has_status)
+        if not stays and not self._console.has_status:
             text = self._status.text  # a rank's output has overwritten it
         if text is None:
             return
-        if destination.is_terminal:
-            self._console.status(destination, text)
-        else:
+        if stays:
             self._console.end_line()
             destination.write(f"{text}\n")
+        else:
+            self._console.status(destination, text)
+
+    def _status_text(self, tell: Callable[[], str | None]) -> str | None:
+        """What the status line has to tell. After its first error, which is told, it is off.
+
+        An error in this thread would leave the ranks waiting: nobody would read what they print.
+        """
+        if not self._has_status:
+            return None
+        try:
+            return tell()
+        except Exception as error:
+            self._has_status = False
+            return f"paceline: the line about the run's progress is off ({type(error).__name__}: {error})"
 
 
 class RankLogs(LogsSpecs):

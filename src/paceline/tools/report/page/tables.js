@@ -35,7 +35,7 @@ function writeFigures(wrapper) {
   const exposed = wrapper.parts[report.parts[EXPOSED_COMMUNICATION]], waiting = wrapper.parts[report.parts[WAITING]];
   const share = (ms) => `${percent(ms / (middle || 1))} of a step`;
   const figures = [
-    ["usual step", duration(middle), `half of the steps: ${duration(low)} to ${duration(high)}, without pauses`],
+    ["usual step", duration(middle), `the mean, without pauses; half of the steps: ${duration(low)} to ${duration(high)}`],
     ["steps per second", number(wrapper.steps_per_second),
       `with pauses: a step takes ${duration(wrapper.mean_step_ms)} of wall time`],
     ["pauses", percent(wrapper.parts[report.parts[PAUSE]] / (wrapper.mean_step_ms || 1)), pauseNote(wrapper)],
