@@ -177,10 +177,10 @@ def test_a_move_stays_due_until_it_was_used(exchange_of_one: HostExchange) -> No
     assert [*exchange_of_one.after_step(), *exchange_of_one.after_step()] == []
     assert exchange_of_one.wait_for(lambda rounds, _: rounds.decided == 1, SECONDS)
     first = exchange_of_one.after_step()[0]
-    [again] = exchange_of_one._moves
+    [again] = exchange_of_one.moves._waiting
     assert again is first
     exchange_of_one.used(0)
-    assert exchange_of_one._moves == []
+    assert exchange_of_one.moves._waiting == []
 
 
 def test_training_raises_what_has_ended_the_thread_of_the_links(

@@ -45,6 +45,11 @@ class HostConnection:
         self._received = bytearray()
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self._received)
+
+    @property
     def queued_bytes(self) -> int:
         """How much still waits to be sent."""
         rest = 0 if self._sending is None else len(self._sending)

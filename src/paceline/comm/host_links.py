@@ -97,10 +97,10 @@ class HostLinks:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._waker, self._wake_end = socket.socketpair()
-        for end in (self._waker, self._wake_end):
+        for each in (self._waker, self._wake_end):
             # Also the thread itself wakes, which must not wait for what it reads later. In a full pipe there
             # is enough to wake it.
-            end.settimeout(0.0)
+            each.settimeout(0.0)
         self._selector.register(self._wake_end, selectors.EVENT_READ)
         self._is_closed = self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
@@ -161,6 +161,11 @@ class HostLinks:
         """When something came from a host last, by the monotonic clock; 0 without a connection."""
         found = self._connections.get(host)
         return 0.0 if found is None else found.heard
+
+    def is_receiving(self, host: int) -> bool:
+        """Whether a message of a host has come in part."""
+        found = self._connections.get(host)
+        return found is not None and found.is_receiving
 
     def queued_bytes(self, host: int) -> int:
         """How much still waits to be sent to a host."""

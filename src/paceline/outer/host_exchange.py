@@ -3,8 +3,8 @@
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from paceline.comm.host_links import HostLinks, is_host_number, is_place
 from paceline.errors import OptionError, StepError
 from paceline.outer.agreement import is_of_equal_loop
 from paceline.outer.fragment import Fragment
+from paceline.outer.moves import Move, Moves
 from paceline.outer.round_parts import DecidedRound
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule
@@ -33,23 +34,8 @@ _KINDS = {
     "greeting",
 }
 _MAX_GREETING_SECONDS = 0.25
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """What this host's parameters of a fragment move by.
-
-    Attributes:
-        fragment: which one.
-        by: the difference.
-        at: the step from which on it is used.
-        replaces: whether the parameters become ``by`` instead, as those of a host that joins do.
-    """
-
-    fragment: int
-    by: Tensor
-    at: int
-    replaces: bool = False
+# How many rounds may go without a change of this host, besides those that may have been under way.
+_TOO_MANY = 2
 
 
 class HostExchange:
@@ -65,6 +51,7 @@ class HostExchange:
     Attributes:
         step: how many steps this host has done; more, if it was left behind and goes on with the others.
         rounds: who counts in which round.
+        moves: what training has not used yet.
     """
 
     def __init__(
@@ -89,11 +76,11 @@ class HostExchange:
         self._buffers: bytes | None = None
         self._has_left = False  # whether a host has said goodbye that may have sent its buffers
         self._next_round = 0
-        self._moves: list[Move] = []
-        self._due: list[Move] = []
+        self.moves = Moves()
         self._to_encode: list[tuple[int, Tensor]] = []
         self._greeted = 0.0
         self._failure: Exception | None = None
+        self._has_warned = False
 
     def start(
         self, rounds: Rounds, places: Mapping[int, Place], *, token: str, may_join: bool = False
@@ -112,14 +99,26 @@ class HostExchange:
             self.step += 1
             while self._schedule.send_step(self._next_round) <= self.step:
                 self._send_next()
-            self._due = [move for move in self._moves if move.at <= self.step]
-            return _together(self._due)
+            self._warn_if_passed_over()
+            return self.moves.due(self.step)
 
     def used(self, fragment: int) -> None:
         """This host has used what was due for a fragment; until then it stays due, if the step is lost."""
         with self._changed:
-            used = [move for move in self._due if move.fragment == fragment]
-            self._moves = [move for move in self._moves if move not in used]
+            self.moves.used(fragment)
+
+    def _warn_if_passed_over(self) -> None:
+        """Tell if the changes of this host come too late; those that were under way in a pause do not."""
+        passed_over = self.rounds.passed_over
+        if self._has_warned or len(passed_over) < len(self._fragments) + _TOO_MANY:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "the changes of this host come too late for the others and do not count: let grace be longer "
+            "than it takes to compress, send and decode a fragment, or have more and smaller fragments "
+            f"(here: host {self.rounds.host}, rounds: {[*passed_over]}, grace: {self.rounds.grace:g} s)",
+            stacklevel=6,
+        )
 
     def _send_next(self) -> None:
         number = self._next_round
@@ -144,13 +143,7 @@ class HostExchange:
 
     def _with_moves(self, fragment: int) -> Tensor:
         """This host's parameters, as if it had already used what has come."""
-        own = self._fragments[fragment].parameters.read()
-        for move in self._moves:
-            if move.fragment == fragment and move.replaces:
-                own.copy_(move.by)
-            elif move.fragment == fragment:
-                own.add_(move.by)
-        return own
+        return self.moves.applied_to(self._fragments[fragment].parameters.read(), fragment)
 
     def present(self) -> list[int]:
         """The other hosts that are there, and have the common state."""
@@ -222,14 +215,13 @@ class HostExchange:
     def state_dict(self) -> dict[str, Any]:
         """All that another process needs to go on for this host."""
         with self._changed:
-            moves = [(move.fragment, move.by.clone(), move.at, move.replaces) for move in self._moves]
             fragments = [
                 {name: value.clone() for name, value in _tensors_of(each).items()} for each in self._fragments
             ]
             history = {**self.rounds.history, "tail": [[*pair] for pair in self.rounds.history["tail"]]}
             return {
                 "fragments": fragments,
-                "moves": moves,
+                "moves": self.moves.state(),
                 "step": self.step,
                 "history": history,
                 "schedule": str(self._schedule),
@@ -256,7 +248,7 @@ class HostExchange:
                 for name, tensor in _tensors_of(fragment).items():
                     tensor.copy_(values[name])
                 fragment.sent = None
-            self._moves = [Move(number, by.clone(), *more) for number, by, *more in state["moves"]]
+            self.moves.take(state["moves"])
             self._to_encode.clear()
             self._take_history(state["history"], state["step"])
             self._flush()
@@ -347,6 +339,7 @@ class HostExchange:
             for host in self._links.linked:
                 if host in self.rounds.peers:
                     self.rounds.heard(host, self._links.heard(host))
+            self.rounds.coming_in({*filter(self._links.is_receiving, self._links.linked)})
             self.rounds.tick(now)
             wait = min(_MAX_GREETING_SECONDS, self.rounds.grace / _GREETINGS_PER_GRACE)
             if now - self._greeted > wait:
@@ -399,7 +392,8 @@ class HostExchange:
         waiting, self._to_encode = self._to_encode, []
         for number, own in waiting:
             if number < self.rounds.decided:
-                continue  # the others went on without this host
+                self.rounds.passed_over.append(number)  # the others went on without this host
+                continue
             change = self._fragments[self._schedule.fragment(number)].encode(number, own)
             self.rounds.offer(number, change, time.monotonic())
 
@@ -408,26 +402,9 @@ class HostExchange:
         fragment = self._schedule.fragment(number)
         by = self._fragments[fragment].step(number, decided.changes, self.rounds.host)
         if by is not None:
-            self._add_move(Move(fragment, by, self._schedule.use_step(number)))
+            self.moves.add(Move(fragment, by, self._schedule.use_step(number)), step=self.step)
         if number >= self._next_round:  # the others went on without this host
             self._go_to(self._schedule.send_step(number))
-
-    def _add_move(self, move: Move) -> None:
-        """Have one more move; those that the next step would make at once become one.
-
-        While training does not step, such as in a long evaluation, their number would grow without limit.
-        """
-        self._moves.append(move)
-        waiting = [
-            each
-            for each in self._moves
-            if each.fragment == move.fragment and each.at <= self.step + 1 and each not in self._due
-        ]
-        if len(waiting) > 1:
-            first, *others = waiting
-            merged = _together(waiting)[move.fragment]
-            moves = [each for each in self._moves if each not in others]
-            self._moves = [merged if each is first else each for each in moves]
 
     def _go_to(self, step: int) -> None:
         self.step = max(self.step, step)
@@ -445,10 +422,9 @@ class HostExchange:
                 offset += like.nbytes
             move = fragment.take(*values)
             if joins:
-                self._moves = [each for each in self._moves if each.fragment != number]
-                self._moves.append(Move(number, fragment.common.clone(), 0, replaces=True))
+                self.moves.put(Move(number, fragment.common.clone(), 0, replaces=True))
             else:
-                self._add_move(Move(number, move, 0))
+                self.moves.add(Move(number, move, 0), step=self.step)
         self._to_encode.clear()
         self._take_history(fields["history"], fields["step"])
 
@@ -478,17 +454,6 @@ class HostExchange:
         )
         fields = {"kind": "state", "step": self.step, "history": self.rounds.history}
         self._links.send(host, fields, content)
-
-
-def _together(moves: Sequence[Move]) -> dict[int, Move]:
-    """One move per fragment that does what these do one after the other."""
-    together: dict[int, Move] = {}
-    for move in moves:
-        before = together.get(move.fragment)
-        if before is not None and not move.replaces:
-            move = replace(before, by=before.by + move.by)
-        together[move.fragment] = move
-    return together
 
 
 def _tensors_of(fragment: Fragment) -> dict[str, Tensor]:

@@ -19,9 +19,10 @@ from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
 from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
 from paceline.outer.fragment import OuterOptimizer
-from paceline.outer.host_exchange import HostExchange, Move
+from paceline.outer.host_exchange import HostExchange
 from paceline.outer.host_meeting import HostMeeting
 from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
+from paceline.outer.moves import Move
 from paceline.outer.other_hosts import OtherHosts
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule, cut_evenly

@@ -55,6 +55,7 @@ class Peer:
         state_sent_at: ``states_taken`` when a state was sent to it last.
         asked_at: when it was asked last how far it is.
         is_late: whether a round went on without it, and it has sent nothing since; it is not waited for.
+        is_sending: whether a message of it is coming in.
         life: what tells this process from an earlier one of the same host; empty until it has said so.
     """
 
@@ -67,6 +68,7 @@ class Peer:
     state_sent_at: int = -1
     asked_at: float = -math.inf
     is_late: bool = False
+    is_sending: bool = False
     life: str = ""
 
 

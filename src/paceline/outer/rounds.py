@@ -16,7 +16,8 @@ has other bytes, such as those of a process that was started again, does not tak
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.outer.round_parts import DecidedRound, Fields, Message, OpenRound, Peer, digest_of
 
@@ -25,6 +26,8 @@ _TAIL = 32
 # Rounds that are kept for hosts that missed a message.
 _KEPT_TURNS = 2
 _ASK_AGAIN_SECONDS = 1.0
+# For how many grace periods a round waits for a message that is coming in.
+_LONGEST_GRACES = 4
 
 
 class Rounds:
@@ -34,7 +37,8 @@ class Rounds:
         host: this host's number.
         others: the hosts that are expected from the start.
         fragments: the number of fragments.
-        grace: seconds for which a round waits for a host, and after which a silent host counts as away.
+        grace: seconds for which a round waits for a host, and after which a silent host counts as away. For a
+            host whose message is coming in, over a slow link, it waits four times as long.
         now: the time.
         is_current: whether this host has the state of the others.
         beginning: what hosts say that began with the same state.
@@ -46,6 +50,7 @@ class Rounds:
         state_for: hosts that this one has to send its state to; whoever does so clears it.
         accepts_state_from: the host whose state was asked for, if any.
         has_finished: whether this host has no more steps.
+        passed_over: the last rounds, in a row, that had a change of this host and went without it.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Rounds:
         self.accepts_state_from: int | None = None
         self.is_current = is_current
         self.has_finished = False
+        self.passed_over: deque[int] = deque(maxlen=_TAIL)
         self._next_round = 0
         self._kept_rounds = _KEPT_TURNS * fragments
         self._open: dict[int, OpenRound] = {}
@@ -225,6 +231,11 @@ class Rounds:
         peer = self.peers[host]
         peer.heard = max(peer.heard, when)
 
+    def coming_in(self, hosts: Collection[int]) -> None:
+        """Messages of these hosts, and of no others, have come in part."""
+        for host, peer in self.peers.items():
+            peer.is_sending = host in hosts
+
     def left(self, host: int) -> None:
         """A host has said that it does not come back."""
         self.peers.pop(host, None)
@@ -334,7 +345,7 @@ class Rounds:
     def _ask_if_behind(self, now: float) -> None:
         """Ask for what is missing if other hosts are ahead and nothing comes."""
         ahead = [host for host in self.present(now) if self.peers[host].decided > self._decided]
-        if not ahead or not self.is_current:
+        if not ahead or not self.is_current or any(self.peers[host].is_sending for host in ahead):
             self._moved_at = now
         elif now - max(self._moved_at, self._asked_at) > _ASK_AGAIN_SECONDS:
             self._need(max(ahead, key=lambda host: self.peers[host].decided), now, state=False)
@@ -389,18 +400,24 @@ class Rounds:
 
     def _is_complete(self, opened: OpenRound, now: float) -> bool:
         """Whether a round has waited enough."""
-        if now - max(opened.since, self._head_since) > self.grace:
-            for host in self.missing(self._decided, now):
+        missing = self.missing(self._decided, now)
+        graces = _LONGEST_GRACES if any(self.peers[host].is_sending for host in missing) else 1
+        if now - max(opened.since, self._head_since) > graces * self.grace:
+            for host in missing:
                 self.peers[host].is_late = True
             self._is_late = self.host not in {*opened.changes, *opened.skipped}
             return True
         came = {*opened.changes, *opened.skipped}
         takes_part = not self._is_late and (not self.has_finished or self.all_finished(now))
         own_is_missing = takes_part and self.host not in came
-        return not own_is_missing and not self.missing(self._decided, now)
+        return not own_is_missing and not missing
 
     def _close(self, decided: DecidedRound) -> None:
         number = decided.number
+        if self.host in decided.changes:
+            self.passed_over.clear()
+        elif self.host in self._open[number].changes:
+            self.passed_over.append(number)
         self._open.pop(number)
         self._kept[number] = decided
         self._kept.pop(number - self._kept_rounds, None)

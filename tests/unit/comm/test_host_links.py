@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.comm.host_connection import frame
 from paceline.comm.host_links import HostLinks, Place
 
 SECONDS = 10.0
@@ -105,15 +106,17 @@ def test_addresses_that_were_known_stay_as_long_as_the_port_does(
 
 
 def test_a_host_connects_again_after_another_one_named_an_address_where_it_is_not(
-    first: HostLinks, second: HostLinks
+    second: HostLinks,
 ) -> None:
     heard = Listening()
+    first = HostLinks(HERE, max_queued_bytes=1 << 24, silent_seconds=60.0, bind=(HERE[0], 0))
     first.start(0, {}, heard, token=TOKEN)
     second.start(1, {0: first.own_place}, Listening(), token=TOKEN)
-    assert wait_until(lambda: heard.linked_to == [1])
-    second.add(0, (["127.0.1.9"], first.port))
+    assert wait_until(lambda: heard.linked_to == [1] and second.linked == [0])
+    second.add(0, (["127.0.1.9"], first.port))  # tried first
     second._connections[0].socket.shutdown(socket.SHUT_RDWR)
     assert wait_until(lambda: heard.linked_to == [1, 1])
+    first.close()
 
 
 @pytest.mark.parametrize("said", [b"", b"220 somewhere ESMTP\r\n"])
@@ -133,6 +136,22 @@ def test_hosts_of_two_loops_are_not_linked_on_either_side(first: HostLinks, seco
     second.start(1, {0: first.own_place}, other, token="of another")
     time.sleep(1.0)
     assert one.linked_to == other.linked_to == []
+
+
+def test_a_message_that_comes_slowly_is_seen_while_it_comes(first: HostLinks) -> None:
+    heard = Listening()
+    first.start(0, {}, heard, token=TOKEN)
+    message = frame({"number": 1}, b"payload")
+    with socket.create_connection((HERE[0], first.port)) as slow:
+        slow.sendall(frame({"kind": "hello", "token": TOKEN, "host": 1}))
+        assert wait_until(lambda: first.linked == [1])
+        assert not first.is_receiving(1)
+        slow.sendall(message[:20])
+        assert wait_until(lambda: first.is_receiving(1))
+        slow.sendall(message[20:])
+        assert wait_until(lambda: len(heard.messages) == 1)
+        assert not first.is_receiving(1)
+    assert not first.is_receiving(2)
 
 
 def test_a_host_that_is_forgotten_is_not_dialled_again(first: HostLinks) -> None:

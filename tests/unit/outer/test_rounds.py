@@ -384,6 +384,54 @@ def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> N
     assert network.hosts[0].log[-1] == [0, 1]
 
 
+def wait_with_a_message_coming_in(rounds: Rounds, first: float, last: float) -> None:
+    for tick in range(int(first / TICK), int(last / TICK)):
+        rounds.heard(1, tick * TICK)
+        rounds.coming_in([1])
+        rounds.tick(tick * TICK)
+
+
+def test_a_change_counts_that_takes_longer_than_the_grace_period_to_come_in() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    rounds.offer(0, b"own", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, 3 * GRACE)
+    rounds.receive(1, {"kind": "change", "round": 0, "host": 1}, b"slow", 3 * GRACE)
+    assert [[*decided.changes] for decided in rounds.ready] == [[0, 1]]
+
+
+def test_a_message_that_never_ends_is_not_waited_for_without_limit() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    rounds.offer(0, b"own", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, 5 * GRACE)
+    assert [[*decided.changes] for decided in rounds.ready] == [[0]]
+
+
+def test_a_host_asks_for_nothing_while_a_message_is_coming_in() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    greeting = {**rounds.history, "kind": "greeting", "current": True, "finished": False, "next": 0}
+    greeting |= {"taken": 0, "life": "", "echo": False, "answer": False}
+    rounds.receive(1, {**greeting, "decided": 1}, b"", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, GRACE)
+    assert not any(message.fields["kind"] == "need" for message in rounds.outbox)
+    for tick in range(int(GRACE / TICK), int(2 * GRACE / TICK)):
+        rounds.coming_in([])
+        rounds.tick(tick * TICK)
+    assert any(message.fields["kind"] == "need" for message in rounds.outbox)
+
+
+def test_a_host_knows_how_many_rounds_went_without_its_change() -> None:
+    rounds = Rounds(1, [0], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    for number in range(3):
+        rounds.offer(number, b"own", 0.1)
+        rounds.receive(0, {"kind": "change", "round": number, "host": 0}, b"theirs", 0.1)
+        rounds.receive(0, decision(number, b"theirs"), b"", 0.1)
+    assert [*rounds.passed_over] == [0, 1, 2]
+    for tick in range(2, int(4 * GRACE / TICK)):
+        rounds.tick(tick * TICK)
+    rounds.offer(3, b"own", 4 * GRACE)
+    assert not rounds.passed_over
+
+
 FAULTS = st.lists(
     st.tuples(
         st.sampled_from(["stop", "cut", "lose", "slow", "start again"]),
