@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,11 +39,21 @@ def job(host: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def wait_for_listener(port: int) -> None:
+    """Wait until somebody listens; the first one who does is host 0."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+
+
 def meeting(
     host: int, port: int, net: nn.Module, **options: Any
 ) -> tuple[OuterLoop, DistributedDataParallel]:
     """An outer loop that has met the other host; host 0 listens."""
-    time.sleep(0.5 * host)
+    if host == 1:
+        wait_for_listener(port)
     ddp = DistributedDataParallel(net)
     outer = OuterLoop(ddp, **{"meet": f"127.0.0.1:{port}", "grace": 2.0, "period": 4, **options})
     until = time.monotonic() + SECONDS
@@ -50,6 +61,12 @@ def meeting(
         assert time.monotonic() < until, "hosts do not meet"
         time.sleep(0.01)
     return outer, ddp
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + SECONDS
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def train(outer: OuterLoop, ddp: DistributedDataParallel, steps: int, *, lr: float = 0.05) -> None:
@@ -126,7 +143,7 @@ def test_the_state_of_a_model_in_bfloat16_has_room_on_its_way() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def be_refused(host: int, port: int, what: str) -> str:
+def be_refused(host: int, port: int, what: str, folder: Path) -> str:
     with job(host):
         torch.manual_seed(host if what == "frozen" else 0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -135,17 +152,18 @@ def be_refused(host: int, port: int, what: str) -> str:
             net.double()
         if host == 0:
             with OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0):
-                time.sleep(5.0)
+                wait_for(folder / "refused")
             return ""
-        time.sleep(0.5)
+        wait_for_listener(port)
         with pytest.raises(MismatchError, match="this host has another outer loop") as refused:
             OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0)
+        (folder / "refused").touch()
         return str(refused.value)
 
 
 @pytest.mark.parametrize("what", ["frozen", "type"])
-def test_a_host_with_other_frozen_values_or_types_is_refused(what: str) -> None:
-    [_, words] = run_ranks(be_refused, 2, args=(free_port(), what), backend=None)
+def test_a_host_with_other_frozen_values_or_types_is_refused(what: str, tmp_path: Path) -> None:
+    [_, words] = run_ranks(be_refused, 2, args=(free_port(), what, tmp_path), backend=None)
     assert isinstance(words, str)
     assert "frozen parameters" in words
 
