@@ -109,6 +109,13 @@ class HostConnection:
         return fields, payload
 
 
+def end(sock: socket.socket) -> None:
+    """Close a socket; a process that was forked, such as a worker of a DataLoader, may still have it."""
+    with suppress(OSError):  # it is not connected
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
 def frame(fields: Fields, payload: bytes = b"") -> bytes:
     """A message as it is sent."""
     text = json.dumps(fields).encode()

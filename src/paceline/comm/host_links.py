@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from paceline.comm.host_connection import READ_BYTES, Fields, HostConnection, Place, connect, frame
+from paceline.comm.host_connection import READ_BYTES, Fields, HostConnection, Place, connect, end, frame
 
 _TICK_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
@@ -246,10 +246,10 @@ class HostLinks:
     def _shut(self) -> None:
         with self._lock:
             for connection in [*self._connections.values(), *self._unnamed]:
-                connection.socket.close()
+                end(connection.socket)
             self._connections.clear()
             for each in (self._listening, self._waker, self._wake_end):
-                each.close()
+                end(each)
             self._selector.close()
 
     def _serve(self, source: Any, connection: Any, events: int) -> None:
@@ -352,7 +352,7 @@ class HostLinks:
     def _discard(self, connection: HostConnection) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
-        connection.socket.close()
+        end(connection.socket)
 
     def _connect_missing(self) -> None:
         """Connect to the hosts of lower numbers; connecting may take seconds, so threads do it."""

@@ -1,6 +1,8 @@
 """Connections between hosts, over the loopback interface of this one."""
 
 import contextlib
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -136,6 +138,42 @@ def test_hosts_of_two_loops_are_not_linked_on_either_side(first: HostLinks, seco
     second.start(1, {0: first.own_place}, other, token="of another")
     time.sleep(1.0)
     assert one.linked_to == other.linked_to == []
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[], None]]:
+    """Makes a process that has all of this one's sockets and does nothing, as a worker of a DataLoader."""
+    children: list[int] = []
+
+    def sleep_in_a_fork() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(6 * SECONDS)
+            os._exit(0)
+        children.append(child)
+
+    yield sleep_in_a_fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("way", [HostLinks.close, HostLinks.abandon])
+def test_a_forked_process_keeps_neither_the_port_nor_a_connection(
+    fork: Callable[[], None], way: Callable[[HostLinks], None]
+) -> None:
+    first, second = make_links(), make_links()
+    heard = Listening()
+    first.start(0, {}, heard, token=TOKEN)
+    second.start(1, {0: first.own_place}, Listening(), token=TOKEN)
+    assert wait_until(lambda: heard.linked_to == [1] and second.linked == [0])
+    fork()
+    way(first)
+    first._thread.join(SECONDS)
+    assert wait_until(lambda: second.linked == [])
+    with contextlib.closing(socket.create_server(("127.0.0.1", first.port))):
+        pass
+    second.close()
 
 
 def test_a_message_that_comes_slowly_is_seen_while_it_comes(first: HostLinks) -> None:
