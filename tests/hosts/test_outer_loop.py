@@ -355,11 +355,11 @@ def settle(outer: OuterLoop) -> None:
         assert exchange.wait_for(lambda rounds, _: rounds.decided >= exchange._next_round, 10)
 
 
-def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int]) -> Any:
+def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int], overlap: int) -> Any:
     with rank_of(hosts, rank) as generator:
         net = make_net()
         ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=8, overlap=0)
+        outer = OuterLoop(ddp, period=8, overlap=overlap)
         optimizer = plain(ddp)
         first, last = steps
         state = paceline.TrainingState(ddp, optimizer, outer=outer)
@@ -372,20 +372,23 @@ def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int]) -> Any
             train_step(ddp, optimizer, *batch(generator))
             outer.step()
             settle(outer)
+        assert outer._exchange is None or outer._exchange.state_dict()["moves"], "a move is still to be made"
         paceline.save(path, state)
         distributed.barrier()
         outer.close()
         return values(net)
 
 
-def test_a_resumed_training_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_a_resumed_training_has_the_bits_of_one_that_went_on(tmp_path: Path, overlap: int) -> None:
+    cut, last = 12 + overlap // 2, 24
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     with Hosts() as hosts:
-        whole = run_ranks(resume, 4, args=(hosts, tmp_path / "whole", (0, 40)), backend=None)
-    for steps in ((0, 21), (21, 40)):
+        whole = run_ranks(resume, 4, args=(hosts, tmp_path / "whole", (0, last), overlap), backend=None)
+    for steps in ((0, cut), (cut, last)):
         with Hosts() as hosts:
-            parts = run_ranks(resume, 4, args=(hosts, tmp_path / "parts", steps), backend=None)
+            parts = run_ranks(resume, 4, args=(hosts, tmp_path / "parts", steps, overlap), backend=None)
     assert all(equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
