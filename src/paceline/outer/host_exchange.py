@@ -420,7 +420,7 @@ class HostExchange:
                 part = bytearray(payload[offset : offset + like.nbytes])
                 values.append(torch.frombuffer(part, dtype=like.dtype))
                 offset += like.nbytes
-            move = fragment.take(*values)
+            move = fragment.take(*values, joins=joins)
             if joins:
                 self.moves.put(Move(number, fragment.common.clone(), 0, replaces=True))
             else:
