@@ -40,6 +40,11 @@ class DecidedRound:
     changes: Mapping[int, bytes]
     digests: Mapping[int, str]
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its changes."""
+        return sum(map(len, self.changes.values()))
+
 
 @dataclass
 class Peer:

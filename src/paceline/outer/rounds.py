@@ -43,6 +43,7 @@ class Rounds:
         is_current: whether this host has the state of the others.
         beginning: what hosts say that began with the same state.
         life: what tells this process from an earlier one of the same host.
+        state_bytes: the size of the state. Hosts that missed changes of more bytes get the state instead.
 
     Attributes:
         outbox: messages to be sent; whoever sends them clears it.
@@ -64,6 +65,7 @@ class Rounds:
         is_current: bool = True,
         beginning: str = "start",
         life: str = "",
+        state_bytes: float = math.inf,
     ) -> None:
         self.host = host
         self._life = life
@@ -78,6 +80,7 @@ class Rounds:
         self.passed_over: deque[int] = deque(maxlen=_TAIL)
         self._next_round = 0
         self._kept_rounds = _KEPT_TURNS * fragments
+        self._state_bytes = state_bytes
         self._open: dict[int, OpenRound] = {}
         self._kept: dict[int, DecidedRound] = {}
         self._tail: dict[int, str] = {0: beginning}
@@ -419,8 +422,7 @@ class Rounds:
         elif self.host in self._open[number].changes:
             self.passed_over.append(number)
         self._open.pop(number)
-        self._kept[number] = decided
-        self._kept.pop(number - self._kept_rounds, None)
+        self._keep(decided)
         self._decided = number + 1
         self._total += len(decided.changes)
         before = self._tail[number]
@@ -428,6 +430,13 @@ class Rounds:
         self._tail[self._decided] = hashlib.sha256(words).hexdigest()[:16]
         self._tail.pop(self._decided - _TAIL, None)
         self.ready.append(decided)
+
+    def _keep(self, decided: DecidedRound) -> None:
+        """Keep a round for hosts that missed it, unless the state would be shorter."""
+        self._kept[decided.number] = decided
+        self._kept.pop(decided.number - self._kept_rounds, None)
+        while self._kept and sum(each.nbytes for each in self._kept.values()) > self._state_bytes:
+            self._kept.pop(min(self._kept))
 
     def _opened(self, number: int, now: float) -> OpenRound:
         return self._open.setdefault(number, OpenRound(now))

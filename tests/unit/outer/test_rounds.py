@@ -384,6 +384,21 @@ def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> N
     assert network.hosts[0].log[-1] == [0, 1]
 
 
+@pytest.mark.parametrize(("state_bytes", "gets_state"), [(40, False), (39, True)])
+def test_a_host_that_missed_more_bytes_than_the_state_has_gets_the_state(
+    state_bytes: int, gets_state: bool
+) -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0, state_bytes=state_bytes)
+    for number in range(2):
+        rounds.offer(number, b"0123456789", 0.0)
+        rounds.receive(1, {"kind": "change", "round": number, "host": 1}, b"9876543210", 0.0)
+    assert rounds.decided == 2
+    rounds.outbox.clear()
+    rounds.receive(1, {"kind": "need", "decided": 0, "state": False}, b"", 0.0)
+    assert rounds.state_for == ([1] if gets_state else [])
+    assert len([message for message in rounds.outbox if message.payload]) == (0 if gets_state else 4)
+
+
 def wait_with_a_message_coming_in(rounds: Rounds, first: float, last: float) -> None:
     for tick in range(int(first / TICK), int(last / TICK)):
         rounds.heard(1, tick * TICK)
