@@ -38,6 +38,11 @@ _MAX_GREETING_SECONDS = 0.25
 _TOO_MANY = 2
 
 
+def longest_wait(grace: float) -> float:
+    """For how many seconds a step waits for other hosts."""
+    return 2 * grace + 1.0
+
+
 class HostExchange:
     """Exchanges changes with the other hosts, while the ranks of this host train.
 
@@ -52,6 +57,7 @@ class HostExchange:
         step: how many steps this host has done; more, if it was left behind and goes on with the others.
         rounds: who counts in which round.
         moves: what training has not used yet.
+        buffers: the module buffers that all hosts end with; None if they have not come.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class HostExchange:
         self._changed = threading.Condition(threading.RLock())
         self.rounds = Rounds(0, [], fragments=len(fragments), grace=1.0, now=time.monotonic())
         self.step = 0
-        self._buffers: bytes | None = None
+        self.buffers: bytes | None = None
         self._has_left = False  # whether a host has said goodbye that may have sent its buffers
         self._next_round = 0
         self.moves = Moves()
@@ -136,9 +142,9 @@ class HostExchange:
     def _has_room(self, fragment: int, number: int) -> bool:
         """Whether a fragment's last change has been dealt with; waits for that, no longer than it takes."""
         last = number - self._schedule.fragments
-        limit = 2 * self.rounds.grace + 1.0
         return self._changed.wait_for(
-            lambda: self.rounds.decided > last and self._fragments[fragment].sent is None, limit
+            lambda: self.rounds.decided > last and self._fragments[fragment].sent is None,
+            longest_wait(self.rounds.grace),
         )
 
     def _with_moves(self, fragment: int) -> Tensor:
@@ -154,6 +160,11 @@ class HostExchange:
         """The other hosts from which nothing comes."""
         with self._changed:
             return self.rounds.away(time.monotonic())
+
+    def unfinished(self) -> dict[int, int]:
+        """The hosts that are there and have more steps, and how many rounds they have decided."""
+        with self._changed:
+            return self.rounds.unfinished(time.monotonic())
 
     def wait_for(self, is_so: Callable[[Rounds, float], bool], seconds: float) -> bool:
         """Wait until something is so."""
@@ -176,7 +187,7 @@ class HostExchange:
                 self.rounds.skip(number, now)
             self._next_round = first
             self._flush()
-        self.wait_for(lambda rounds, _: rounds.decided >= first, 2 * self.rounds.grace + 1.0)
+        self.wait_for(lambda rounds, _: rounds.decided >= first, longest_wait(self.rounds.grace))
         with self._changed:
             for number in range(first, first + len(self._fragments)):
                 self._to_encode.append((number, self._with_moves(self._schedule.fragment(number))))
@@ -190,19 +201,26 @@ class HostExchange:
             self.rounds.finish(self._next_round, time.monotonic())
             self._flush()
 
-    def share_buffers(self, own: bytes) -> bytes | None:
-        """The module buffers of the present host of the lowest number; None if they do not come."""
+    def share_buffers(self, own: bytes, seconds: float) -> bool:
+        """Send module buffers, or wait for those of the present host of the lowest number.
+
+        Returns:
+            Whether they are there, or do not come; a slow link may take long.
+        """
         with self._changed:
-            while self._buffers is None:
-                present = self.rounds.present(time.monotonic())
-                if not present and self._has_left:
-                    return None  # before it has sent them all
-                if self.rounds.host < min(present, default=self.rounds.host + 1):
-                    for host in self._links.linked:
-                        self._links.send(host, {"kind": "buffers"}, own)
-                    return own
-                self._changed.wait(_MAX_GREETING_SECONDS)  # it is there: a slow link may take long
-            return self._buffers
+            self._raise_failure()
+            if self.buffers is None and self._is_first(self.rounds.present(time.monotonic())):
+                for host in self._links.linked:
+                    self._links.send(host, {"kind": "buffers"}, own)
+                self.buffers = own
+            return self._changed.wait_for(self._has_buffers, seconds)
+
+    def _is_first(self, present: Sequence[int]) -> bool:
+        has_lost_them = not present and self._has_left  # before the first one has sent them all
+        return not has_lost_them and self.rounds.host < min(present, default=self.rounds.host + 1)
+
+    def _has_buffers(self) -> bool:
+        return self.buffers is not None or (self._has_left and not self.rounds.present(time.monotonic()))
 
     def common_values(self) -> dict[int, Move]:
         """Has this host's parameters become those that all hosts have in common, by fragment."""
@@ -374,7 +392,7 @@ class HostExchange:
             if is_host_number(fields["number"]) and is_place(fields["place"]):
                 self._receive_place(host, fields["number"], fields["place"], is_new=kind == "newcomer")
         elif kind == "buffers":
-            self._buffers = payload
+            self.buffers = payload
         else:
             self.rounds.receive(host, fields, payload, time.monotonic())
 

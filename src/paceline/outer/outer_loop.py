@@ -19,9 +19,10 @@ from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
 from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
 from paceline.outer.fragment import OuterOptimizer
-from paceline.outer.host_exchange import HostExchange
+from paceline.outer.host_exchange import HostExchange, longest_wait
 from paceline.outer.host_meeting import HostMeeting
 from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
+from paceline.outer.long_wait import LongWait
 from paceline.outer.moves import Move
 from paceline.outer.other_hosts import OtherHosts
 from paceline.outer.rounds import Rounds
@@ -145,6 +146,7 @@ class OuterLoop(StepsWithWrapper):
         self._steps = 0
         self._group = ddp._group
         self._meet_seconds = _MEET_SECONDS
+        self._grace = grace
         if (membership := own_membership()) is not None:
             self._prepare_for_healing(membership.lost_after)
         elif self._meet is None:
@@ -218,6 +220,12 @@ class OuterLoop(StepsWithWrapper):
             raise UnsupportedError(
                 "with `paceline run --heal`, ranks can be replaced in one host's job only: run a job on each "
                 'host, and name where hosts meet, OuterLoop(ddp, meet="host:port")'
+            )
+        if longest_wait(self._grace) >= lost_after:
+            raise OptionError(
+                "a step may wait for other hosts for 2 * grace + 1 seconds, and the launcher takes a rank "
+                "for lost that others wait for as long: take a smaller grace, or a larger --lost-after "
+                f"(grace: {self._grace}, --lost-after: {lost_after})"
             )
         self._meet_seconds = min(_MEET_SECONDS, lost_after / 2)  # or the launcher takes this rank for lost
 
@@ -377,15 +385,31 @@ class OuterLoop(StepsWithWrapper):
             )
 
     def _wait_for(self, is_so: Callable[[Rounds, float], bool]) -> None:
+        """Wait until something is so on the speaker."""
+        self._wait_until(lambda exchange: exchange.wait_for(is_so, _LOOK_SECONDS))
+
+    def _wait_until(self, is_so: Callable[[HostExchange], bool]) -> None:
         """Wait until something is so on the speaker; it says every second that it still waits."""
         is_over = False
+        wait = LongWait(self._grace)
         while not is_over:
-            is_now = self._of_exchange(
-                lambda exchange: exchange.wait_for(is_so, _LOOK_SECONDS), otherwise=False
-            )
+            is_now = self._of_exchange(is_so, otherwise=False)
+            if self._exchange is not None and not is_now:
+                wait.tell(self._whom_it_waits_for)
             own = [float(self._exchange is not None), float(is_now)]
             has_speaker, is_reached = self._ranks.tell(own, failure=self._failure)
             is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
+
+    def _whom_it_waits_for(self) -> str:
+        assert self._exchange is not None
+        unfinished = self._exchange.unfinished()
+        if not unfinished:
+            return f"host {self._number} waits in finish() for hosts that have finished to send all"
+        rounds = ", ".join(f"host {host}: {count} rounds" for host, count in unfinished.items())
+        return (
+            f"host {self._number} waits in finish() for hosts {[*unfinished]}, which have more steps "
+            f"({rounds}, here: {self._exchange.rounds.decided} rounds)"
+        )
 
     def _share_buffers(self) -> None:
         """Have the module buffers of the present host of the lowest number."""
@@ -393,8 +417,10 @@ class OuterLoop(StepsWithWrapper):
         if not buffers:
             return
         content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in buffers])
+        own = content.numpy().tobytes()
+        self._wait_until(lambda exchange: exchange.share_buffers(own, _LOOK_SECONDS))
         if self._exchange is not None:
-            received = self._exchange.share_buffers(content.numpy().tobytes())
+            received = self._exchange.buffers
             if received is None:
                 warnings.warn(
                     "the module buffers of the first host have not come, so this host keeps its own "

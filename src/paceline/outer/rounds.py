@@ -138,6 +138,11 @@ class Rounds:
         finished = [self.peers[host].has_finished for host in self.present(now)]
         return self.has_finished and self.is_current and not self._unheard and all(finished)
 
+    def unfinished(self, now: float) -> dict[int, int]:
+        """The present hosts that have more steps, and how many rounds they have decided."""
+        present = {host: self.peers[host] for host in self.present(now)}
+        return {host: peer.decided for host, peer in present.items() if not peer.has_finished}
+
     def first_last_round(self, now: float) -> int:
         """When all have finished: the first round that no host has sent anything for, the same on all."""
         return max([self._next_round, *(self.peers[host].next_round for host in self.present(now))])

@@ -61,9 +61,12 @@ def refuse_one_job_whose_ranks_are_replaced(_: int) -> None:
     outer_loop.own_membership = lambda: SimpleNamespace(lost_after=30.0)  # type: ignore[assignment, return-value]
     with pytest.raises(UnsupportedError, match=r'run a job on each host, .*meet="host:port"'):
         OuterLoop(ddp)
+    with pytest.raises(OptionError, match=r"smaller grace.*\(grace: 14\.5, --lost-after: 30\.0\)"):
+        OuterLoop(ddp, meet="127.0.0.1:1", grace=14.5)
+    OuterLoop(ddp, meet="127.0.0.1:1", grace=14.4)
 
 
-def test_one_job_of_all_hosts_whose_ranks_are_replaced_is_refused() -> None:
+def test_one_job_of_all_hosts_and_a_long_grace_are_refused_if_ranks_are_replaced() -> None:
     run_ranks(refuse_one_job_whose_ranks_are_replaced, 1)
 
 
