@@ -188,6 +188,9 @@ def stopped_on_rank(rank: int, hosts: Hosts, period: int) -> tuple[list[float], 
             seconds.append(time.monotonic() - start)
         hosts_seen = outer.hosts
         rounds = 0 if outer._exchange is None else outer._exchange.rounds.decided
+        if outer._exchange is not None:  # the other host may have finished a moment ago
+            kept = [[*each.changes] for each in outer._exchange.rounds._kept.values()]
+            assert [0, 1] in kept, f"no round counted both hosts after one was stopped (rounds: {kept})"
         net = training.finish()
         return (
             seconds,
