@@ -116,6 +116,41 @@ def test_hosts_agree_with_other_options(options: dict[str, Any]) -> None:
     assert all(equal(after, ranks[0][2]) for _, _, after in ranks)
 
 
+def use_a_move_of_each_fragment(rank: int, hosts: Hosts, make: Make, options: dict[str, Any]) -> Any:
+    """Hosts train apart, and then step without training: all of their moves make them equal."""
+    with rank_of(hosts, rank) as generator:
+        net = make_net()
+        ddp = DistributedDataParallel(net, **options)
+        exact = {"compressor": Cast(torch.float32), "lr": 1.0, "momentum": 0.0}
+        outer = OuterLoop(ddp, period=4, fragments=4, overlap=0, **exact)
+        optimizer = make(ddp)
+        for _ in range(3):
+            train_step(ddp, optimizer, *batch(generator))
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        for _ in range(5):  # a fragment is sent in each step, and moved in the next
+            outer.step()
+            settle(outer)
+        after = [parameter.detach().clone() for parameter in net.parameters()]
+        distributed.barrier()
+        outer.close()
+        return before, after
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(plain, {}), (sharded, {}), (once_per_host, {}), (plain, {"mixed_precision": LOW_PRECISION})],
+)
+def test_the_moves_of_all_fragments_bring_hosts_to_their_mean_before_they_finish(
+    make: Make, options: dict[str, Any]
+) -> None:
+    with Hosts() as hosts:
+        ranks = run_ranks(use_a_move_of_each_fragment, 4, args=(hosts, make, options), backend=None)
+    for first, second, *after in zip(ranks[0][0], ranks[2][0], *(rank[1] for rank in ranks), strict=True):
+        assert not torch.allclose(first, second, rtol=0, atol=1e-3)
+        for each in after:
+            torch.testing.assert_close(each, (first + second) / 2, rtol=0, atol=1e-6)
+
+
 def average_without_overlap(rank: int, hosts: Hosts) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     with rank_of(hosts, rank, world=2) as generator:
         net = nn.Linear(4, 4).double()
@@ -308,10 +343,13 @@ def test_hosts_that_cannot_reach_each_other_go_on_and_end_with_one_model() -> No
     assert all(equal(rank[2], ranks[0][2]) for rank in ranks)
 
 
-def meet(rank: int, hosts: Hosts, folder: Path, seconds: float) -> Any:
-    """Each host is a job of its own; the second comes late."""
+def meet(rank: int, hosts: Hosts, folder: Path) -> Any:
+    """Each host is a job of its own; the second comes when the first one has trained for a while."""
     host = rank // 2
-    time.sleep(2.0 * host)
+    has_learned = folder / "has learned"
+    began = time.monotonic()
+    while host == 1 and not has_learned.exists() and time.monotonic() - began < SECONDS:
+        time.sleep(0.01)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     from paceline.comm.rendezvous import file_store_group
     from paceline.comm.shm.local_ranks import HOST_VARIABLE
@@ -327,26 +365,32 @@ def meet(rank: int, hosts: Hosts, folder: Path, seconds: float) -> Any:
         outer = OuterLoop(ddp, period=8, grace=2.0, meet=f"{hosts.addresses[0]}:29777")
         optimizer = plain(ddp)
         generator = torch.Generator().manual_seed(rank)
-        began = time.monotonic()
-        first_losses = []
-        while not over(ddp, time.monotonic() - began > seconds - 2.0 * host):
+        losses: list[float] = []
+        steps_alone = 0  # the latecomer's, before it has the state
+        members = note_members(outer)
+        while not over(ddp, members.count([0, 1]) >= 8 or time.monotonic() - began > SECONDS):
             x = torch.randn(16, WIDTH, generator=generator)
-            first_losses.append(train_step(ddp, optimizer, x, x[:, :4].argmax(1)))
+            losses.append(train_step(ddp, optimizer, x, x[:, :4].argmax(1)))
             outer.step()
+            if len(losses) == 100:
+                has_learned.touch()
+            if outer._exchange is not None and not outer._exchange.rounds.is_current:
+                steps_alone = len(losses)
             time.sleep(0.01)
-        seen = outer.hosts
         outer.finish()
-        return first_losses, seen, values(net)
+        return losses, steps_alone, members.count([0, 1]) >= 4, values(net)
 
 
 def test_a_host_that_joins_late_takes_the_current_state(tmp_path: Path) -> None:
     with Hosts() as hosts:
-        ranks = run_ranks(meet, 4, args=(hosts, tmp_path, 8.0), backend=None)
-    assert ranks[0][1] == [1]
-    assert ranks[2][1] == [0]
-    assert all(equal(rank[2], ranks[0][2]) for rank in ranks)
-    first, late = ranks[0][0], ranks[2][0]
-    assert sum(late[20:40]) < 0.8 * sum(first[:20]), "it goes on from what the other host has learned"
+        ranks = run_ranks(meet, 4, args=(hosts, tmp_path), backend=None)
+    (first, _, counts, after), (late, steps_alone, counts_too, _) = ranks[0], ranks[2]
+    assert counts
+    assert counts_too
+    assert all(equal(rank[3], after) for rank in ranks)
+    taught = late[steps_alone + 2 :][:8]
+    assert len(taught) == 8
+    assert sum(taught) < 0.8 * sum(first[:8]), "it goes on from what the other host has learned"
 
 
 def settle(outer: OuterLoop) -> None:
