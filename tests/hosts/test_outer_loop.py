@@ -164,8 +164,10 @@ def average_without_overlap(rank: int, hosts: Hosts) -> tuple[list[Tensor], list
         optimizer.step()
         moved = values(net)
         outer.step()
-        outer._exchange.wait_for(lambda rounds, _: rounds.decided == 1, 10)
+        assert outer._exchange.wait_for(lambda rounds, _: rounds.decided == 1, 10)
+        distributed.barrier()
         outer.step()
+        outer.close()
         return start, moved, values(net)
 
 
