@@ -146,7 +146,7 @@ def time_rows(rate: str, rounds: int, period: int) -> list[Row]:
             times_on_rank, WORLD, args=(hosts, rounds, period), timeout=TIMEOUT_SECONDS, backend=None
         )
     wall = slowest([_of_turns(turns, lambda turn: turn.mean_seconds) for turns in ranks])
-    # Turns of different sides do not overlap, so a process's CPU time in a turn is that side's.
+    # A process's CPU time in a turn is that side's, but for what is exchanged later.
     each_cpu = [_of_turns(turns, lambda turn: turn.mean_cpu) for turns in ranks]
     cpu = {side: [sum(turn) for turn in zip(*(own[side] for own in each_cpu), strict=True)] for side in wall}
     return [
