@@ -9,7 +9,6 @@ because somebody else may listen there by now. Nothing that is received is unpic
 """
 
 import math
-import os
 import selectors
 import socket
 import threading
@@ -32,9 +31,6 @@ class Listener(Protocol):
 
     def linked(self, host: int) -> None:
         """There is a connection to a host."""
-
-    def unlinked(self, host: int) -> None:
-        """The connection to a host has ended."""
 
     def received(self, host: int, fields: Fields, payload: bytes) -> None:
         """A message has come."""
@@ -230,9 +226,8 @@ class HostLinks:
 
     def _run(self) -> None:
         assert self._listener is not None
-        owner = os.getpid()
         try:
-            while not self._is_closed and os.getpid() == owner:
+            while not self._is_closed:
                 self._connect_missing()
                 self._watch_connections()
                 for key, events in self._selector.select(_TICK_SECONDS):
@@ -346,8 +341,6 @@ class HostLinks:
                 return
             del self._connections[host]
             self._retry(host)
-        if self._listener is not None:
-            self._listener.unlinked(host)
 
     def _discard(self, connection: HostConnection) -> None:
         with suppress(KeyError, ValueError):

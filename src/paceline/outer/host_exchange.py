@@ -178,8 +178,8 @@ class HostExchange:
         self.rounds.notice_pause(now)
         return is_so(self.rounds, now)
 
-    def send_last(self) -> int:
-        """Send the last change of every fragment; returns the number of rounds when all are decided."""
+    def skip_to_last(self) -> int:
+        """Skip the rounds before those that end the training; returns the first one that does."""
         now = time.monotonic()
         with self._changed:
             first = self.rounds.first_last_round(now)
@@ -187,8 +187,15 @@ class HostExchange:
                 self.rounds.skip(number, now)
             self._next_round = first
             self._flush()
-        self.wait_for(lambda rounds, _: rounds.decided >= first, longest_wait(self.rounds.grace))
+            return first
+
+    def send_last(self) -> int:
+        """Send the last change of every fragment; returns the number of rounds when all are decided.
+
+        All rounds before must be decided: a change that is under way would be lost.
+        """
         with self._changed:
+            first = self._next_round
             for number in range(first, first + len(self._fragments)):
                 self._to_encode.append((number, self._with_moves(self._schedule.fragment(number))))
             self._next_round = first + len(self._fragments)
@@ -280,7 +287,9 @@ class HostExchange:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise StepError(f"the exchange between hosts has failed: {self._failure!r}") from self._failure
+            raise StepError(
+                f"the exchange between hosts has failed (here: host {self.rounds.host}): {self._failure!r}"
+            ) from self._failure
 
     # What the thread of the links calls.
 
@@ -293,9 +302,6 @@ class HostExchange:
                 if number != host:
                     self._links.send(host, {"kind": "place", "number": number, "place": place})
             self._flush()
-
-    def unlinked(self, host: int) -> None:
-        """The connection to a host has ended; the links open it again."""
 
     def failed(self, error: Exception) -> None:
         """The thread ends: the training raises the error, because nothing would come any more."""

@@ -82,7 +82,12 @@ class OtherHosts:
         links: HostLinks | None = None
         if len(hosts) > 1 and group.rank == hosts[number][0]:
             links = self._make_links(own_addresses(os.environ.get("MASTER_ADDR")), ("", 0))
-        everyone = self._compare(group, links)
+        try:
+            everyone = self._compare(group, links)
+        except BaseException:
+            if links is not None:
+                links.close()
+            raise
         if links is not None:
             places = {host: everyone[ranks[0]]["place"] for host, ranks in enumerate(hosts)}
             del places[number]

@@ -4,6 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -33,8 +34,6 @@ _FRAGMENTS = 4
 _LOOK_SECONDS = 1.0
 _MEET_SECONDS = 60.0
 _FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish() was interrupted"
-# What a host's ranks do to a fragment: nothing, move it, or replace it.
-_KIND_OF = {None: 0.0, False: 1.0, True: 2.0}
 # Those of this process that may still be in use.
 _loops: "weakref.WeakSet[OuterLoop]" = weakref.WeakSet()
 # Of a wrapper that a loop has moved: the process group of all hosts, and the one of its host.
@@ -42,6 +41,14 @@ _moved_from: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Any, Any]
     weakref.WeakKeyDictionary()
 )
 _T = TypeVar("_T")
+
+
+class _Kind(IntEnum):
+    """What a host's ranks do to a fragment."""
+
+    NOTHING = 0
+    MOVE = 1
+    REPLACE = 2
 
 
 class OuterLoop(StepsWithWrapper):
@@ -153,7 +160,7 @@ class OuterLoop(StepsWithWrapper):
             self._open_among_hosts(inner)
             self._group = ddp._group
         else:
-            self._meet_if_first()
+            self._meet_for_host(ddp._group)
         _loops.add(self)
 
     def _refuse_second_loop_at_meeting(self) -> None:
@@ -229,11 +236,6 @@ class OuterLoop(StepsWithWrapper):
             )
         self._meet_seconds = min(_MEET_SECONDS, lost_after / 2)  # or the launcher takes this rank for lost
 
-    def _meet_if_first(self) -> None:
-        """Each host is a job of its own."""
-        if self._wrapper._group.rank == 0:
-            self._others.meet(seconds=self._meet_seconds)
-
     # Training.
 
     def step(self) -> None:
@@ -278,10 +280,7 @@ class OuterLoop(StepsWithWrapper):
 
     def _share(self, moves: Mapping[int, Move]) -> None:
         """Have every rank of the host make the moves that its speaker has, by fragment."""
-        kinds = [
-            _KIND_OF[None if number not in moves else moves[number].replaces]
-            for number in range(len(self._flat))
-        ]
+        kinds = [_kind_of(moves.get(number)) for number in range(len(self._flat))]
         told = self._ranks.tell(kinds, failure=self._failure)
         self._sharing = [number for number, kind in enumerate(told) if kind]
         shared = self._wrapper._host_parameters
@@ -290,7 +289,7 @@ class OuterLoop(StepsWithWrapper):
             value = moves[number].by if number in moves else torch.empty(flat.numel, dtype=flat.dtype)
             self._ranks.spread(value)
             with contextlib.nullcontext() if shared is None else shared.writing():
-                (flat.replace if told[number] == _KIND_OF[True] else flat.move)(value)
+                (flat.replace if told[number] == _Kind.REPLACE else flat.move)(value)
             self._moved(number)
 
     def _moved(self, number: int) -> None:
@@ -368,6 +367,8 @@ class OuterLoop(StepsWithWrapper):
         nothing: Mapping[int, Move] = {}
         self._of_exchange(lambda exchange: exchange.finish(), otherwise=None)
         self._wait_for(lambda rounds, now: rounds.all_finished(now))
+        first = self._of_exchange(lambda exchange: exchange.skip_to_last(), otherwise=0)
+        self._wait_for(lambda rounds, _: rounds.decided >= first)
         last = self._of_exchange(lambda exchange: exchange.send_last(), otherwise=0)
         self._wait_for(lambda rounds, _: rounds.decided >= last)
         self._wait_for(lambda rounds, now: rounds.all_decided(now))
@@ -465,6 +466,12 @@ class OuterLoop(StepsWithWrapper):
         others.
         """
         self._others.load_state_dict(state)
+
+
+def _kind_of(move: Move | None) -> _Kind:
+    if move is None:
+        return _Kind.NOTHING
+    return _Kind.REPLACE if move.replaces else _Kind.MOVE
 
 
 def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:

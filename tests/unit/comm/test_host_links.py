@@ -30,9 +30,6 @@ class Listening:
         self.linked_to.append(host)
         self._on_linked(host)
 
-    def unlinked(self, host: int) -> None:
-        pass
-
     def received(self, _: int, fields: Mapping[str, Any], __: bytes) -> None:
         self.messages.append(fields)
 
