@@ -435,7 +435,8 @@ class HostExchange:
         self._next_round = max(self._next_round, self._schedule.first_round_after(self.step))
 
     def _receive_state(self, host: int, fields: Fields, payload: bytes) -> None:
-        if not self.rounds.may_take_state_from(host):
+        if not self.rounds.may_take_state_from(host, fields["history"]):
+            self.rounds.refuse_state(host)
             return
         offset, joins = 0, not self.rounds.is_current
         for number, fragment in enumerate(self._fragments):

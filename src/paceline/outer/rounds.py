@@ -86,7 +86,7 @@ class Rounds:
         self._tail: dict[int, str] = {0: beginning}
         self._decided = 0
         self._total = 0
-        self._states_taken = 0
+        self._states_received = 0
         self._asked_at = self._moved_at = self._head_since = self._ticked = self._current_host_seen = now
         self._is_late = False  # as in Peer, for this host itself
         self._answers = {
@@ -187,7 +187,7 @@ class Rounds:
         for each in self._open.values():
             each.drop(self.host)  # it was made from another state
             each.skipped.add(self.host)
-        self._states_taken += 1
+        self._states_received += 1
         self.is_current = True
         self.accepts_state_from = None
         self.greet()
@@ -298,7 +298,7 @@ class Rounds:
         peer.decided = fields["decided"]
         peer.is_current, peer.has_finished = fields["current"], fields["finished"]
         peer.next_round = fields["next"]
-        peer.states_taken = fields["taken"]
+        peer.states_received = fields["taken"]
         if fields["life"] != peer.life:
             self._forget_earlier_life(host)
             peer.life = fields["life"]
@@ -341,8 +341,8 @@ class Rounds:
 
     def _send_state(self, host: int) -> None:
         peer = self.peers[host]
-        if peer.state_sent_at < peer.states_taken:  # not while one is under way
-            peer.state_sent_at = peer.states_taken
+        if peer.state_sent_at < peer.states_received:  # not while one is under way
+            peer.state_sent_at = peer.states_received
             self.state_for.append(host)
 
     def _ask_for_state(self, host: int, now: float) -> None:
@@ -362,10 +362,28 @@ class Rounds:
         self._asked_at = now
         self.outbox.append(Message(host, {"kind": "need", "decided": self._decided, "state": state}))
 
-    def may_take_state_from(self, host: int) -> bool:
-        """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge."""
+    def may_take_state_from(self, host: int, history: Fields) -> bool:
+        """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge.
+
+        Not if this host has caught up with it meanwhile: its changes that are under way would be lost.
+        """
+        if self.is_current and self._knows(history):
+            return False
         is_ahead = self.peers[host].decided > self._decided
         return host == self.accepts_state_from or host < self.host or is_ahead or not self.is_current
+
+    def _knows(self, history: Fields) -> bool:
+        """Whether a history is this host's own, or how that began."""
+        number = history["decided"]
+        theirs = {int(each): str(digest) for each, digest in history["tail"]}
+        return number in self._tail and theirs.get(number) == self._tail[number]
+
+    def refuse_state(self, host: int) -> None:
+        """Do not go on from a state that has come; its host may send another one."""
+        if self.accepts_state_from == host:
+            self.accepts_state_from = None
+        self._states_received += 1
+        self.greet(to=host)
 
     # Decisions.
 
@@ -466,7 +484,7 @@ class Rounds:
             "current": self.is_current,
             "finished": self.has_finished,
             "next": self._next_round,
-            "taken": self._states_taken,
+            "taken": self._states_received,
             "life": self._life,
             "echo": echo,
             "answer": is_answer,

@@ -61,7 +61,9 @@ class SimulatedHost:
             self.next_round = max(self.next_round, decided.number + 1)
 
     def take(self, host: int, fields: Mapping[str, Any], now: float) -> None:
-        if self.rounds.may_take_state_from(host):
+        if not self.rounds.may_take_state_from(host, fields["history"]):
+            self.rounds.refuse_state(host)
+        else:
             self.states += 1
             self.log = [[*members] for members in fields["log"]]
             self.contents = [*fields["contents"]]
@@ -382,6 +384,23 @@ def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> N
     network.run(10)
     assert network.all_agree()
     assert network.hosts[0].log[-1] == [0, 1]
+
+
+def test_a_state_that_this_host_has_caught_up_with_is_refused_and_a_later_one_is_taken() -> None:
+    def history(*changes: bytes) -> Mapping[str, Any]:
+        rounds = Rounds(0, [], fragments=1, grace=GRACE, now=0.0)
+        for number, change in enumerate(changes):
+            rounds.offer(number, change, 0.0)
+        return rounds.history
+
+    rounds = Rounds(1, [0], fragments=1, grace=GRACE, now=0.0)
+    rounds.take_state(history(b"first", b"second"), 0.0)
+    assert not rounds.may_take_state_from(0, history(b"first", b"second"))
+    assert not rounds.may_take_state_from(0, history(b"first"))
+    assert rounds.may_take_state_from(0, history(b"first", b"other"))
+    before = rounds.outbox[-1].fields["taken"]
+    rounds.refuse_state(0)
+    assert rounds.outbox[-1].fields["taken"] > before, "so that the other host sends its next one"
 
 
 @pytest.mark.parametrize(("state_bytes", "gets_state"), [(40, False), (39, True)])
