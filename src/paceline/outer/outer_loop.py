@@ -91,7 +91,7 @@ class OuterLoop(StepsWithWrapper):
         compressor: what changes are sent as: a compressor, or a hook that has one. By default ``int4``.
         lr: the learning rate of outer steps.
         momentum: their Nesterov momentum.
-        grace: seconds after which a silent host is left out.
+        grace: seconds after which a silent host is left out; more than it takes to exchange a fragment.
         meet: "host:port" if each host is a job of its own: there the first host listens, and the others join
             it, at any time. Each host's wrapper then has the ranks of that host only.
     """
