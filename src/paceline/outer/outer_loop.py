@@ -23,9 +23,9 @@ from paceline.outer.fragment import OuterOptimizer
 from paceline.outer.host_exchange import HostExchange, longest_wait
 from paceline.outer.host_meeting import HostMeeting
 from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
-from paceline.outer.long_wait import LongWait
 from paceline.outer.moves import Move
 from paceline.outer.other_hosts import OtherHosts
+from paceline.outer.repeated_warning import RepeatedWarning
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule, cut_evenly
 from paceline.watch.stall import shorten_names
@@ -43,7 +43,7 @@ _moved_from: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Any, Any]
 _T = TypeVar("_T")
 
 
-class _Kind(IntEnum):
+class _MoveKind(IntEnum):
     """What a host's ranks do to a fragment."""
 
     NOTHING = 0
@@ -289,7 +289,7 @@ class OuterLoop(StepsWithWrapper):
             value = moves[number].by if number in moves else torch.empty(flat.numel, dtype=flat.dtype)
             self._ranks.spread(value)
             with contextlib.nullcontext() if shared is None else shared.writing():
-                (flat.replace if told[number] == _Kind.REPLACE else flat.move)(value)
+                (flat.replace if told[number] == _MoveKind.REPLACE else flat.move)(value)
             self._moved(number)
 
     def _moved(self, number: int) -> None:
@@ -392,11 +392,11 @@ class OuterLoop(StepsWithWrapper):
     def _wait_until(self, is_so: Callable[[HostExchange], bool]) -> None:
         """Wait until something is so on the speaker; it says every second that it still waits."""
         is_over = False
-        wait = LongWait(self._grace)
+        warning = RepeatedWarning(self._grace)
         while not is_over:
             is_now = self._of_exchange(is_so, otherwise=False)
             if self._exchange is not None and not is_now:
-                wait.tell(self._whom_it_waits_for)
+                warning.tell(self._whom_it_waits_for)
             own = [float(self._exchange is not None), float(is_now)]
             has_speaker, is_reached = self._ranks.tell(own, failure=self._failure)
             is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
@@ -468,10 +468,10 @@ class OuterLoop(StepsWithWrapper):
         self._others.load_state_dict(state)
 
 
-def _kind_of(move: Move | None) -> _Kind:
+def _kind_of(move: Move | None) -> _MoveKind:
     if move is None:
-        return _Kind.NOTHING
-    return _Kind.REPLACE if move.replaces else _Kind.MOVE
+        return _MoveKind.NOTHING
+    return _MoveKind.REPLACE if move.replaces else _MoveKind.MOVE
 
 
 def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:

@@ -5,11 +5,11 @@ import warnings
 from collections.abc import Callable
 
 
-class LongWait:
-    """A wait that may take long: it is told after some seconds, and then whenever twice as many are over.
+class RepeatedWarning:
+    """Tells of a wait that takes long: after some seconds, and then whenever twice as many are over.
 
     Args:
-        seconds: after how many it is told first.
+        seconds: after how many it tells first.
     """
 
     def __init__(self, seconds: float) -> None:
