@@ -146,7 +146,7 @@ def time_rows(rate: str, rounds: int, period: int) -> list[Row]:
             times_on_rank, WORLD, args=(hosts, rounds, period), timeout=TIMEOUT_SECONDS, backend=None
         )
     wall = slowest([_of_turns(turns, lambda turn: turn.mean_seconds) for turns in ranks])
-    # Turns of different sides do not overlap, so a process's CPU time in a turn is that side's.
+    # A process's CPU time in a turn is that side's, but for what is exchanged later.
     each_cpu = [_of_turns(turns, lambda turn: turn.mean_cpu) for turns in ranks]
     cpu = {side: [sum(turn) for turn in zip(*(own[side] for own in each_cpu), strict=True)] for side in wall}
     return [
@@ -188,6 +188,9 @@ def stopped_on_rank(rank: int, hosts: Hosts, period: int) -> tuple[list[float], 
             seconds.append(time.monotonic() - start)
         hosts_seen = outer.hosts
         rounds = 0 if outer._exchange is None else outer._exchange.rounds.decided
+        if outer._exchange is not None:  # the other host may have finished a moment ago
+            kept = [[*each.changes] for each in outer._exchange.rounds._kept.values()]
+            assert [0, 1] in kept, f"no round counted both hosts after one was stopped (rounds: {kept})"
         net = training.finish()
         return (
             seconds,

@@ -1,16 +1,12 @@
-"""Outer steps between two hosts: equal models, few bytes, hosts that stop, join late, or are cut off."""
+"""Outer steps between two hosts: equal models, few bytes, and what outer loops work with."""
 
-import contextlib
-import os
-import subprocess
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from outer_training import WIDTH, batch, equal, make_net, plain, rank_of, train_step, values
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Join
 
@@ -20,47 +16,8 @@ from paceline.hooks.compressors import Cast, TopK
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts, sent_bytes
 
-WIDTH = 32
 LOW_PRECISION = paceline.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
-
-
-def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    x = torch.randn(16, WIDTH, generator=generator)
-    return x, x[:, :4].argmax(1)
-
-
-def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(ddp(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def values(net: nn.Module) -> list[Tensor]:
-    return [value.detach().clone() for value in net.state_dict().values()]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-@contextlib.contextmanager
-def rank_of(hosts: Hosts, rank: int, world: int = 4) -> Iterator[torch.Generator]:
-    """A rank of one of two hosts that have as many ranks."""
-    with hosts.group(rank, world=world, host=rank // (world // 2)):
-        torch.set_num_threads(1)
-        yield torch.Generator().manual_seed(rank)
-
-
-def plain(ddp: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
 
 def sharded(ddp: nn.Module) -> torch.optim.Optimizer:
@@ -114,6 +71,41 @@ def test_hosts_agree_with_other_options(options: dict[str, Any]) -> None:
     assert all(equal(after, ranks[0][2]) for _, _, after in ranks)
 
 
+def use_a_move_of_each_fragment(rank: int, hosts: Hosts, make: Make, options: dict[str, Any]) -> Any:
+    """Hosts train apart, and then step without training: all of their moves make them equal."""
+    with rank_of(hosts, rank) as generator:
+        net = make_net()
+        ddp = DistributedDataParallel(net, **options)
+        exact = {"compressor": Cast(torch.float32), "lr": 1.0, "momentum": 0.0}
+        outer = OuterLoop(ddp, period=4, fragments=4, overlap=0, **exact)
+        optimizer = make(ddp)
+        for _ in range(3):
+            train_step(ddp, optimizer, *batch(generator))
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        for _ in range(5):  # a fragment is sent in each step, and moved in the next
+            outer.step()
+            settle(outer)
+        after = [parameter.detach().clone() for parameter in net.parameters()]
+        distributed.barrier()
+        outer.close()
+        return before, after
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(plain, {}), (sharded, {}), (once_per_host, {}), (plain, {"mixed_precision": LOW_PRECISION})],
+)
+def test_the_moves_of_all_fragments_bring_hosts_to_their_mean_before_they_finish(
+    make: Make, options: dict[str, Any]
+) -> None:
+    with Hosts() as hosts:
+        ranks = run_ranks(use_a_move_of_each_fragment, 4, args=(hosts, make, options), backend=None)
+    for first, second, *after in zip(ranks[0][0], ranks[2][0], *(rank[1] for rank in ranks), strict=True):
+        assert not torch.allclose(first, second, rtol=0, atol=1e-3)
+        for each in after:
+            torch.testing.assert_close(each, (first + second) / 2, rtol=0, atol=1e-6)
+
+
 def average_without_overlap(rank: int, hosts: Hosts) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     with rank_of(hosts, rank, world=2) as generator:
         net = nn.Linear(4, 4).double()
@@ -127,8 +119,10 @@ def average_without_overlap(rank: int, hosts: Hosts) -> tuple[list[Tensor], list
         optimizer.step()
         moved = values(net)
         outer.step()
-        outer._exchange.wait_for(lambda rounds, _: rounds.decided == 1, 10)
+        assert outer._exchange.wait_for(lambda rounds, _: rounds.decided == 1, 10)
+        distributed.barrier()
         outer.step()
+        outer.close()
         return start, moved, values(net)
 
 
@@ -163,140 +157,17 @@ def test_a_host_sends_half_a_byte_per_parameter_and_period() -> None:
     assert 0.5 * rounds * parameters < sent < 0.65 * rounds * parameters + 100_000
 
 
-def stop_a_host(rank: int, hosts: Hosts, stopped: int) -> Any:
-    with rank_of(hosts, rank) as generator:
-        net = make_net()
-        ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=8, grace=1.0)
-        optimizer = plain(ddp)
-        if rank // 2 == stopped:
-            stop_for(5.0, after=1.0)
-        longest, lone = 0.0, 0
-        began = time.monotonic()
-        while not over(ddp, time.monotonic() - began > 9.0):
-            start = time.monotonic()
-            train_step(ddp, optimizer, *batch(generator))
-            outer.step()
-            longest = max(longest, time.monotonic() - start)
-            lone += rank % 2 == 0 and not outer.hosts
-            time.sleep(0.01)
-        seen = outer.hosts
-        outer.finish()
-        return longest, lone, seen, values(net)
-
-
-def stop_for(seconds: float, *, after: float) -> None:
-    command = f"sleep {after}; kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", command])
-
-
-def over(ddp: nn.Module, says: bool) -> bool:
-    """Whether the first rank of this host says that training is over."""
-    flag = torch.tensor([float(says and ddp.process_group.rank() == 0)])
-    distributed.all_reduce(flag, group=ddp.process_group)
-    return bool(flag)
-
-
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_host_stalls_nobody_and_is_back_in_step(stopped: int) -> None:
-    with Hosts() as hosts:
-        ranks = run_ranks(stop_a_host, 4, args=(hosts, stopped), backend=None)
-    other = 2 * (1 - stopped)
-    longest, lone, seen, after = ranks[other]
-    assert lone > 20, "it trained alone for a while"
-    assert longest < 4.0, "and did not wait for the other host until it was back"
-    assert seen == [stopped], "which takes part again"
-    assert all(equal(rank[3], after) for rank in ranks)
-
-
-def cut_the_wire(rank: int, hosts: Hosts) -> Any:
-    with rank_of(hosts, rank) as generator:
-        net = make_net()
-        ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=8, grace=1.0)
-        optimizer = plain(ddp)
-        began = time.monotonic()
-        lone, is_cut = 0, False
-        while not over(ddp, time.monotonic() - began > 13.0):
-            train_step(ddp, optimizer, *batch(generator))
-            outer.step()
-            lone += rank % 2 == 0 and not outer.hosts
-            want = 1.0 < time.monotonic() - began < 4.0
-            if rank == 0 and want != is_cut:
-                set_wire(hosts, "down" if want else "up")
-                is_cut = want
-            time.sleep(0.01)
-        seen = outer.hosts
-        outer.finish()
-        return lone, seen, values(net)
-
-
-def set_wire(hosts: Hosts, state: str) -> None:
-    command = ["ip", "-n", hosts.names[0], "link", "set", "wire", state]
-    subprocess.run(command, check=True, timeout=10)
-
-
-def test_hosts_that_cannot_reach_each_other_go_on_and_end_with_one_model() -> None:
-    with Hosts() as hosts:
-        ranks = run_ranks(cut_the_wire, 4, args=(hosts,), backend=None)
-    for first in (0, 2):
-        assert ranks[first][0] > 20
-        assert ranks[first][1] == [1 - first // 2]
-    assert all(equal(rank[2], ranks[0][2]) for rank in ranks)
-
-
-def meet(rank: int, hosts: Hosts, folder: Path, seconds: float) -> Any:
-    """Each host is a job of its own; the second comes late."""
-    host = rank // 2
-    time.sleep(2.0 * host)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    from paceline.comm.rendezvous import file_store_group
-    from paceline.comm.shm.local_ranks import HOST_VARIABLE
-    from paceline.testing.hosts import enter
-
-    enter(hosts.names[host])
-    os.environ[HOST_VARIABLE] = hosts.names[host]
-    with file_store_group(folder / str(host), rank=rank % 2, world=2, backend="gloo"):
-        torch.set_num_threads(1)
-        torch.manual_seed(host)  # the latecomer's own start does not matter
-        net = nn.Linear(WIDTH, 4)
-        ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=8, grace=2.0, meet=f"{hosts.addresses[0]}:29777")
-        optimizer = plain(ddp)
-        generator = torch.Generator().manual_seed(rank)
-        began = time.monotonic()
-        first_losses = []
-        while not over(ddp, time.monotonic() - began > seconds - 2.0 * host):
-            x = torch.randn(16, WIDTH, generator=generator)
-            first_losses.append(train_step(ddp, optimizer, x, x[:, :4].argmax(1)))
-            outer.step()
-            time.sleep(0.01)
-        seen = outer.hosts
-        outer.finish()
-        return first_losses, seen, values(net)
-
-
-def test_a_host_that_joins_late_takes_the_current_state(tmp_path: Path) -> None:
-    with Hosts() as hosts:
-        ranks = run_ranks(meet, 4, args=(hosts, tmp_path, 8.0), backend=None)
-    assert ranks[0][1] == [1]
-    assert ranks[2][1] == [0]
-    assert all(equal(rank[2], ranks[0][2]) for rank in ranks)
-    first, late = ranks[0][0], ranks[2][0]
-    assert sum(late[20:40]) < 0.8 * sum(first[:20]), "it goes on from what the other host has learned"
-
-
 def settle(outer: OuterLoop) -> None:
     """Wait until nothing is under way, so that results are used in the same steps in every run."""
     if (exchange := outer._exchange) is not None:
         assert exchange.wait_for(lambda rounds, _: rounds.decided >= exchange._next_round, 10)
 
 
-def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int]) -> Any:
+def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int], overlap: int) -> Any:
     with rank_of(hosts, rank) as generator:
         net = make_net()
         ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=8, overlap=0)
+        outer = OuterLoop(ddp, period=8, overlap=overlap)
         optimizer = plain(ddp)
         first, last = steps
         state = paceline.TrainingState(ddp, optimizer, outer=outer)
@@ -309,20 +180,23 @@ def resume(rank: int, hosts: Hosts, folder: Path, steps: tuple[int, int]) -> Any
             train_step(ddp, optimizer, *batch(generator))
             outer.step()
             settle(outer)
+        assert outer._exchange is None or outer._exchange.state_dict()["moves"], "a move is still to be made"
         paceline.save(path, state)
         distributed.barrier()
         outer.close()
         return values(net)
 
 
-def test_a_resumed_training_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_a_resumed_training_has_the_bits_of_one_that_went_on(tmp_path: Path, overlap: int) -> None:
+    cut, last = 12 + overlap // 2, 24
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     with Hosts() as hosts:
-        whole = run_ranks(resume, 4, args=(hosts, tmp_path / "whole", (0, 40)), backend=None)
-    for steps in ((0, 21), (21, 40)):
+        whole = run_ranks(resume, 4, args=(hosts, tmp_path / "whole", (0, last), overlap), backend=None)
+    for steps in ((0, cut), (cut, last)):
         with Hosts() as hosts:
-            parts = run_ranks(resume, 4, args=(hosts, tmp_path / "parts", steps), backend=None)
+            parts = run_ranks(resume, 4, args=(hosts, tmp_path / "parts", steps, overlap), backend=None)
     assert all(equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
@@ -367,37 +241,3 @@ def test_shards_work_inside_a_host() -> None:
     with Hosts() as hosts:
         ranks = run_ranks(in_shards, 4, args=(hosts,), backend=None)
     assert all(equal(rank, ranks[0]) for rank in ranks)
-
-
-def lose_a_host(rank: int, hosts: Hosts) -> Any:
-    with rank_of(hosts, rank) as generator:
-        net = nn.Linear(WIDTH, 4)
-        ddp = DistributedDataParallel(net)
-        outer = OuterLoop(ddp, period=4, grace=1.0)
-        optimizer = plain(ddp)
-        steps = 0
-        began = time.monotonic()
-        while not over(ddp, time.monotonic() - began > 4.0):
-            if rank >= 2 and steps == 10:
-                if outer._exchange is not None:
-                    outer._exchange._links.close()  # without a goodbye, as when its processes are killed
-                distributed.barrier()
-                return None
-            x = torch.randn(8, WIDTH, generator=generator)
-            train_step(ddp, optimizer, x, x[:, :4].argmax(1))
-            outer.step()
-            steps += 1
-            time.sleep(0.01)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            outer.finish()
-        distributed.barrier()
-        return steps, [str(each.message) for each in told]
-
-
-def test_the_others_end_their_training_when_a_host_is_lost_and_say_so() -> None:
-    with Hosts() as hosts:
-        ranks = run_ranks(lose_a_host, 4, args=(hosts,), backend=None)
-    steps, told = ranks[0]
-    assert steps > 50
-    assert any("hosts are away at the end of training" in each and "hosts: [1]" in each for each in told)

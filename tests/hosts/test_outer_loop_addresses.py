@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,26 +30,26 @@ def has_come(outer: OuterLoop, hosts: list[int]) -> bool:
     return outer.hosts == hosts
 
 
-def meet_two_others(rank: int, hosts: Hosts) -> bool:
+def meet_two_others(rank: int, hosts: Hosts, folder: Path) -> bool:
     enter(hosts.names[rank])
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", HOST_VARIABLE: hosts.names[rank]}
     store: Any = distributed
     distributed.init_process_group("gloo", store=store.HashStore(), rank=0, world_size=1)
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     forget_the_interface()
-    time.sleep(0.7 * rank)
     outer = OuterLoop(ddp, meet=f"{hosts.addresses[0]}:29777", grace=2.0)
-    others = [host for host in range(3) if host != rank]
-    found = has_come(outer, others)
-    if found:
-        time.sleep(1.0)  # the others may still wait for their last one
+    found = has_come(outer, [host for host in range(3) if host != outer._number])
+    (folder / str(rank)).touch()
+    until = time.monotonic() + SECONDS
+    while len([*folder.iterdir()]) < 3 and time.monotonic() < until:  # the others may still wait
+        time.sleep(0.01)
     outer.close()
     return found
 
 
-def test_three_hosts_that_meet_are_all_connected() -> None:
+def test_three_hosts_that_meet_are_all_connected(tmp_path: Path) -> None:
     with Hosts(count=3) as hosts:
-        assert run_ranks(meet_two_others, 3, args=(hosts,), backend=None) == [True] * 3
+        assert run_ranks(meet_two_others, 3, args=(hosts, tmp_path), backend=None) == [True] * 3
 
 
 def break_the_connection(rank: int, hosts: Hosts) -> bool:

@@ -17,6 +17,7 @@ from paceline.comm.host_connection import HEAD, MAGIC
 from paceline.comm.host_links import HostLinks
 from paceline.errors import StepError
 from paceline.hooks.compressed import compressor_of, int8
+from paceline.hooks.compressors import Cast
 from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
 from paceline.outer.host_exchange import HostExchange
 from paceline.outer.rounds import Rounds
@@ -177,10 +178,10 @@ def test_a_move_stays_due_until_it_was_used(exchange_of_one: HostExchange) -> No
     assert [*exchange_of_one.after_step(), *exchange_of_one.after_step()] == []
     assert exchange_of_one.wait_for(lambda rounds, _: rounds.decided == 1, SECONDS)
     first = exchange_of_one.after_step()[0]
-    [again] = exchange_of_one._moves
+    [again] = exchange_of_one.moves._waiting
     assert again is first
     exchange_of_one.used(0)
-    assert exchange_of_one._moves == []
+    assert exchange_of_one.moves._waiting == []
 
 
 def test_training_raises_what_has_ended_the_thread_of_the_links(
@@ -246,6 +247,40 @@ def test_parameters_may_be_complex_short_long_empty_frozen_and_shared() -> None:
         first, second = run_ranks(train_many_kinds, 2, args=(hosts,), backend=None)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not torch.equal(first[2], torch.ones(7, dtype=torch.float64)), "they were trained"
+
+
+def use_a_move_of_many_kinds(rank: int, hosts: Hosts) -> tuple[list[Tensor], list[Tensor]]:
+    with hosts.group(rank, world=2, host=rank):
+        net = ParametersOfManyKinds()
+        outer = OuterLoop(
+            DistributedDataParallel(net),
+            period=1,
+            fragments=1,
+            compressor=Cast(torch.float64),
+            lr=1.0,
+            momentum=0.0,
+        )
+        with torch.no_grad():
+            for each in net.parameters():
+                if each.requires_grad:
+                    each.add_(1.0 + rank)
+        before = [each.detach().clone() for each in net.parameters()]
+        outer.step()
+        assert outer._exchange is not None
+        assert outer._exchange.wait_for(lambda rounds, _: rounds.decided == 1, SECONDS)
+        outer.step()
+        after = [each.detach().clone() for each in net.parameters()]
+        outer.close()
+        return before, after
+
+
+def test_one_move_brings_parameters_of_many_kinds_to_the_mean_of_the_hosts() -> None:
+    with Hosts() as hosts:
+        ranks = run_ranks(use_a_move_of_many_kinds, 2, args=(hosts,), backend=None)
+    for first, second, *after in zip(ranks[0][0], ranks[1][0], ranks[0][1], ranks[1][1], strict=True):
+        for each in after:
+            torch.testing.assert_close(each, (first + second) / 2)
+    assert not torch.equal(ranks[0][0][2], ranks[0][1][2]), "they were moved"
 
 
 def train_uneven_with_shared_state(rank: int, hosts: Hosts) -> list[Tensor]:

@@ -45,6 +45,11 @@ class HostConnection:
         self._received = bytearray()
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self._received)
+
+    @property
     def queued_bytes(self) -> int:
         """How much still waits to be sent."""
         rest = 0 if self._sending is None else len(self._sending)
@@ -102,6 +107,13 @@ class HostConnection:
         payload = bytes(received[start : start + payload_bytes])
         del received[: start + payload_bytes]
         return fields, payload
+
+
+def end(sock: socket.socket) -> None:
+    """Close a socket; a process that was forked, such as a worker of a DataLoader, may still have it."""
+    with suppress(OSError):  # it is not connected
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def frame(fields: Fields, payload: bytes = b"") -> bytes:

@@ -9,7 +9,6 @@ because somebody else may listen there by now. Nothing that is received is unpic
 """
 
 import math
-import os
 import selectors
 import socket
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from paceline.comm.host_connection import READ_BYTES, Fields, HostConnection, Place, connect, frame
+from paceline.comm.host_connection import READ_BYTES, Fields, HostConnection, Place, connect, end, frame
 
 _TICK_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
@@ -32,9 +31,6 @@ class Listener(Protocol):
 
     def linked(self, host: int) -> None:
         """There is a connection to a host."""
-
-    def unlinked(self, host: int) -> None:
-        """The connection to a host has ended."""
 
     def received(self, host: int, fields: Fields, payload: bytes) -> None:
         """A message has come."""
@@ -97,10 +93,10 @@ class HostLinks:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._waker, self._wake_end = socket.socketpair()
-        for end in (self._waker, self._wake_end):
+        for each in (self._waker, self._wake_end):
             # Also the thread itself wakes, which must not wait for what it reads later. In a full pipe there
             # is enough to wake it.
-            end.settimeout(0.0)
+            each.settimeout(0.0)
         self._selector.register(self._wake_end, selectors.EVENT_READ)
         self._is_closed = self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
@@ -161,6 +157,11 @@ class HostLinks:
         """When something came from a host last, by the monotonic clock; 0 without a connection."""
         found = self._connections.get(host)
         return 0.0 if found is None else found.heard
+
+    def is_receiving(self, host: int) -> bool:
+        """Whether a message of a host has come in part."""
+        found = self._connections.get(host)
+        return found is not None and found.is_receiving
 
     def queued_bytes(self, host: int) -> int:
         """How much still waits to be sent to a host."""
@@ -225,9 +226,8 @@ class HostLinks:
 
     def _run(self) -> None:
         assert self._listener is not None
-        owner = os.getpid()
         try:
-            while not self._is_closed and os.getpid() == owner:
+            while not self._is_closed:
                 self._connect_missing()
                 self._watch_connections()
                 for key, events in self._selector.select(_TICK_SECONDS):
@@ -241,10 +241,10 @@ class HostLinks:
     def _shut(self) -> None:
         with self._lock:
             for connection in [*self._connections.values(), *self._unnamed]:
-                connection.socket.close()
+                end(connection.socket)
             self._connections.clear()
             for each in (self._listening, self._waker, self._wake_end):
-                each.close()
+                end(each)
             self._selector.close()
 
     def _serve(self, source: Any, connection: Any, events: int) -> None:
@@ -341,13 +341,11 @@ class HostLinks:
                 return
             del self._connections[host]
             self._retry(host)
-        if self._listener is not None:
-            self._listener.unlinked(host)
 
     def _discard(self, connection: HostConnection) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
-        connection.socket.close()
+        end(connection.socket)
 
     def _connect_missing(self) -> None:
         """Connect to the hosts of lower numbers; connecting may take seconds, so threads do it."""

@@ -150,12 +150,22 @@ class Fragment:
         self.common.sub_(direction, alpha=self._optimizer.lr)
         return self.common - before
 
-    def take(self, common: Tensor, momentum: Tensor) -> Tensor:
-        """Go on from another host's state; returns what this host's parameters move by."""
+    def take(self, common: Tensor, momentum: Tensor, *, joins: bool) -> Tensor:
+        """Go on from another host's state.
+
+        Args:
+            common: its common parameters.
+            momentum: its momentum.
+            joins: whether this host's own parameters are replaced, so that nothing was left out of them.
+
+        Returns:
+            What this host's parameters move by.
+        """
         move = common - self.common
         self.common.copy_(common)
         self.momentum.copy_(momentum)
-        self.residual.zero_()
+        if joins or self.sent is not None:  # whether the change counted, and left out more, is not known
+            self.residual.zero_()
         self.sent = None
         return move
 

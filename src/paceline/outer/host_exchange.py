@@ -3,8 +3,8 @@
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from paceline.comm.host_links import HostLinks, is_host_number, is_place
 from paceline.errors import OptionError, StepError
 from paceline.outer.agreement import is_of_equal_loop
 from paceline.outer.fragment import Fragment
+from paceline.outer.moves import Move, Moves
 from paceline.outer.round_parts import DecidedRound
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule
@@ -33,23 +34,13 @@ _KINDS = {
     "greeting",
 }
 _MAX_GREETING_SECONDS = 0.25
+# How many rounds may go without a change of this host, besides those that may have been under way.
+_TOO_MANY = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Move:
-    """What this host's parameters of a fragment move by.
-
-    Attributes:
-        fragment: which one.
-        by: the difference.
-        at: the step from which on it is used.
-        replaces: whether the parameters become ``by`` instead, as those of a host that joins do.
-    """
-
-    fragment: int
-    by: Tensor
-    at: int
-    replaces: bool = False
+def longest_wait(grace: float) -> float:
+    """For how many seconds a step waits for other hosts."""
+    return 2 * grace + 1.0
 
 
 class HostExchange:
@@ -65,6 +56,8 @@ class HostExchange:
     Attributes:
         step: how many steps this host has done; more, if it was left behind and goes on with the others.
         rounds: who counts in which round.
+        moves: what training has not used yet.
+        buffers: the module buffers that all hosts end with; None if they have not come.
     """
 
     def __init__(
@@ -86,14 +79,14 @@ class HostExchange:
         self._changed = threading.Condition(threading.RLock())
         self.rounds = Rounds(0, [], fragments=len(fragments), grace=1.0, now=time.monotonic())
         self.step = 0
-        self._buffers: bytes | None = None
+        self.buffers: bytes | None = None
         self._has_left = False  # whether a host has said goodbye that may have sent its buffers
         self._next_round = 0
-        self._moves: list[Move] = []
-        self._due: list[Move] = []
+        self.moves = Moves()
         self._to_encode: list[tuple[int, Tensor]] = []
         self._greeted = 0.0
         self._failure: Exception | None = None
+        self._has_warned = False
 
     def start(
         self, rounds: Rounds, places: Mapping[int, Place], *, token: str, may_join: bool = False
@@ -112,14 +105,26 @@ class HostExchange:
             self.step += 1
             while self._schedule.send_step(self._next_round) <= self.step:
                 self._send_next()
-            self._due = [move for move in self._moves if move.at <= self.step]
-            return _together(self._due)
+            self._warn_if_passed_over()
+            return self.moves.due(self.step)
 
     def used(self, fragment: int) -> None:
         """This host has used what was due for a fragment; until then it stays due, if the step is lost."""
         with self._changed:
-            used = [move for move in self._due if move.fragment == fragment]
-            self._moves = [move for move in self._moves if move not in used]
+            self.moves.used(fragment)
+
+    def _warn_if_passed_over(self) -> None:
+        """Tell if the changes of this host come too late; those that were under way in a pause do not."""
+        passed_over = self.rounds.passed_over
+        if self._has_warned or len(passed_over) < len(self._fragments) + _TOO_MANY:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "the changes of this host come too late for the others and do not count: let grace be longer "
+            "than it takes to compress, send and decode a fragment, or have more and smaller fragments "
+            f"(here: host {self.rounds.host}, rounds: {[*passed_over]}, grace: {self.rounds.grace:g} s)",
+            stacklevel=6,
+        )
 
     def _send_next(self) -> None:
         number = self._next_round
@@ -137,20 +142,14 @@ class HostExchange:
     def _has_room(self, fragment: int, number: int) -> bool:
         """Whether a fragment's last change has been dealt with; waits for that, no longer than it takes."""
         last = number - self._schedule.fragments
-        limit = 2 * self.rounds.grace + 1.0
         return self._changed.wait_for(
-            lambda: self.rounds.decided > last and self._fragments[fragment].sent is None, limit
+            lambda: self.rounds.decided > last and self._fragments[fragment].sent is None,
+            longest_wait(self.rounds.grace),
         )
 
     def _with_moves(self, fragment: int) -> Tensor:
         """This host's parameters, as if it had already used what has come."""
-        own = self._fragments[fragment].parameters.read()
-        for move in self._moves:
-            if move.fragment == fragment and move.replaces:
-                own.copy_(move.by)
-            elif move.fragment == fragment:
-                own.add_(move.by)
-        return own
+        return self.moves.applied_to(self._fragments[fragment].parameters.read(), fragment)
 
     def present(self) -> list[int]:
         """The other hosts that are there, and have the common state."""
@@ -161,6 +160,11 @@ class HostExchange:
         """The other hosts from which nothing comes."""
         with self._changed:
             return self.rounds.away(time.monotonic())
+
+    def unfinished(self) -> dict[int, int]:
+        """The hosts that are there and have more steps, and how many rounds they have decided."""
+        with self._changed:
+            return self.rounds.unfinished(time.monotonic())
 
     def wait_for(self, is_so: Callable[[Rounds, float], bool], seconds: float) -> bool:
         """Wait until something is so."""
@@ -174,8 +178,8 @@ class HostExchange:
         self.rounds.notice_pause(now)
         return is_so(self.rounds, now)
 
-    def send_last(self) -> int:
-        """Send the last change of every fragment; returns the number of rounds when all are decided."""
+    def skip_to_last(self) -> int:
+        """Skip the rounds before those that end the training; returns the first one that does."""
         now = time.monotonic()
         with self._changed:
             first = self.rounds.first_last_round(now)
@@ -183,8 +187,15 @@ class HostExchange:
                 self.rounds.skip(number, now)
             self._next_round = first
             self._flush()
-        self.wait_for(lambda rounds, _: rounds.decided >= first, 2 * self.rounds.grace + 1.0)
+            return first
+
+    def send_last(self) -> int:
+        """Send the last change of every fragment; returns the number of rounds when all are decided.
+
+        All rounds before must be decided: a change that is under way would be lost.
+        """
         with self._changed:
+            first = self._next_round
             for number in range(first, first + len(self._fragments)):
                 self._to_encode.append((number, self._with_moves(self._schedule.fragment(number))))
             self._next_round = first + len(self._fragments)
@@ -197,19 +208,26 @@ class HostExchange:
             self.rounds.finish(self._next_round, time.monotonic())
             self._flush()
 
-    def share_buffers(self, own: bytes) -> bytes | None:
-        """The module buffers of the present host of the lowest number; None if they do not come."""
+    def share_buffers(self, own: bytes, seconds: float) -> bool:
+        """Send module buffers, or wait for those of the present host of the lowest number.
+
+        Returns:
+            Whether they are there, or do not come; a slow link may take long.
+        """
         with self._changed:
-            while self._buffers is None:
-                present = self.rounds.present(time.monotonic())
-                if not present and self._has_left:
-                    return None  # before it has sent them all
-                if self.rounds.host < min(present, default=self.rounds.host + 1):
-                    for host in self._links.linked:
-                        self._links.send(host, {"kind": "buffers"}, own)
-                    return own
-                self._changed.wait(_MAX_GREETING_SECONDS)  # it is there: a slow link may take long
-            return self._buffers
+            self._raise_failure()
+            if self.buffers is None and self._is_first(self.rounds.present(time.monotonic())):
+                for host in self._links.linked:
+                    self._links.send(host, {"kind": "buffers"}, own)
+                self.buffers = own
+            return self._changed.wait_for(self._has_buffers, seconds)
+
+    def _is_first(self, present: Sequence[int]) -> bool:
+        has_lost_them = not present and self._has_left  # before the first one has sent them all
+        return not has_lost_them and self.rounds.host < min(present, default=self.rounds.host + 1)
+
+    def _has_buffers(self) -> bool:
+        return self.buffers is not None or (self._has_left and not self.rounds.present(time.monotonic()))
 
     def common_values(self) -> dict[int, Move]:
         """Has this host's parameters become those that all hosts have in common, by fragment."""
@@ -222,14 +240,13 @@ class HostExchange:
     def state_dict(self) -> dict[str, Any]:
         """All that another process needs to go on for this host."""
         with self._changed:
-            moves = [(move.fragment, move.by.clone(), move.at, move.replaces) for move in self._moves]
             fragments = [
                 {name: value.clone() for name, value in _tensors_of(each).items()} for each in self._fragments
             ]
             history = {**self.rounds.history, "tail": [[*pair] for pair in self.rounds.history["tail"]]}
             return {
                 "fragments": fragments,
-                "moves": moves,
+                "moves": self.moves.state(),
                 "step": self.step,
                 "history": history,
                 "schedule": str(self._schedule),
@@ -256,7 +273,7 @@ class HostExchange:
                 for name, tensor in _tensors_of(fragment).items():
                     tensor.copy_(values[name])
                 fragment.sent = None
-            self._moves = [Move(number, by.clone(), *more) for number, by, *more in state["moves"]]
+            self.moves.take(state["moves"])
             self._to_encode.clear()
             self._take_history(state["history"], state["step"])
             self._flush()
@@ -270,7 +287,9 @@ class HostExchange:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise StepError(f"the exchange between hosts has failed: {self._failure!r}") from self._failure
+            raise StepError(
+                f"the exchange between hosts has failed (here: host {self.rounds.host}): {self._failure!r}"
+            ) from self._failure
 
     # What the thread of the links calls.
 
@@ -283,9 +302,6 @@ class HostExchange:
                 if number != host:
                     self._links.send(host, {"kind": "place", "number": number, "place": place})
             self._flush()
-
-    def unlinked(self, host: int) -> None:
-        """The connection to a host has ended; the links open it again."""
 
     def failed(self, error: Exception) -> None:
         """The thread ends: the training raises the error, because nothing would come any more."""
@@ -347,6 +363,7 @@ class HostExchange:
             for host in self._links.linked:
                 if host in self.rounds.peers:
                     self.rounds.heard(host, self._links.heard(host))
+            self.rounds.coming_in({*filter(self._links.is_receiving, self._links.linked)})
             self.rounds.tick(now)
             wait = min(_MAX_GREETING_SECONDS, self.rounds.grace / _GREETINGS_PER_GRACE)
             if now - self._greeted > wait:
@@ -381,7 +398,7 @@ class HostExchange:
             if is_host_number(fields["number"]) and is_place(fields["place"]):
                 self._receive_place(host, fields["number"], fields["place"], is_new=kind == "newcomer")
         elif kind == "buffers":
-            self._buffers = payload
+            self.buffers = payload
         else:
             self.rounds.receive(host, fields, payload, time.monotonic())
 
@@ -399,7 +416,8 @@ class HostExchange:
         waiting, self._to_encode = self._to_encode, []
         for number, own in waiting:
             if number < self.rounds.decided:
-                continue  # the others went on without this host
+                self.rounds.passed_over.append(number)  # the others went on without this host
+                continue
             change = self._fragments[self._schedule.fragment(number)].encode(number, own)
             self.rounds.offer(number, change, time.monotonic())
 
@@ -408,33 +426,17 @@ class HostExchange:
         fragment = self._schedule.fragment(number)
         by = self._fragments[fragment].step(number, decided.changes, self.rounds.host)
         if by is not None:
-            self._add_move(Move(fragment, by, self._schedule.use_step(number)))
+            self.moves.add(Move(fragment, by, self._schedule.use_step(number)), step=self.step)
         if number >= self._next_round:  # the others went on without this host
             self._go_to(self._schedule.send_step(number))
-
-    def _add_move(self, move: Move) -> None:
-        """Have one more move; those that the next step would make at once become one.
-
-        While training does not step, such as in a long evaluation, their number would grow without limit.
-        """
-        self._moves.append(move)
-        waiting = [
-            each
-            for each in self._moves
-            if each.fragment == move.fragment and each.at <= self.step + 1 and each not in self._due
-        ]
-        if len(waiting) > 1:
-            first, *others = waiting
-            merged = _together(waiting)[move.fragment]
-            moves = [each for each in self._moves if each not in others]
-            self._moves = [merged if each is first else each for each in moves]
 
     def _go_to(self, step: int) -> None:
         self.step = max(self.step, step)
         self._next_round = max(self._next_round, self._schedule.first_round_after(self.step))
 
     def _receive_state(self, host: int, fields: Fields, payload: bytes) -> None:
-        if not self.rounds.may_take_state_from(host):
+        if not self.rounds.may_take_state_from(host, fields["history"]):
+            self.rounds.refuse_state(host)
             return
         offset, joins = 0, not self.rounds.is_current
         for number, fragment in enumerate(self._fragments):
@@ -443,12 +445,11 @@ class HostExchange:
                 part = bytearray(payload[offset : offset + like.nbytes])
                 values.append(torch.frombuffer(part, dtype=like.dtype))
                 offset += like.nbytes
-            move = fragment.take(*values)
+            move = fragment.take(*values, joins=joins)
             if joins:
-                self._moves = [each for each in self._moves if each.fragment != number]
-                self._moves.append(Move(number, fragment.common.clone(), 0, replaces=True))
+                self.moves.put(Move(number, fragment.common.clone(), 0, replaces=True))
             else:
-                self._add_move(Move(number, move, 0))
+                self.moves.add(Move(number, move, 0), step=self.step)
         self._to_encode.clear()
         self._take_history(fields["history"], fields["step"])
 
@@ -478,17 +479,6 @@ class HostExchange:
         )
         fields = {"kind": "state", "step": self.step, "history": self.rounds.history}
         self._links.send(host, fields, content)
-
-
-def _together(moves: Sequence[Move]) -> dict[int, Move]:
-    """One move per fragment that does what these do one after the other."""
-    together: dict[int, Move] = {}
-    for move in moves:
-        before = together.get(move.fragment)
-        if before is not None and not move.replaces:
-            move = replace(before, by=before.by + move.by)
-        together[move.fragment] = move
-    return together
 
 
 def _tensors_of(fragment: Fragment) -> dict[str, Tensor]:

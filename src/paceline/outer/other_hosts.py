@@ -65,6 +65,7 @@ class OtherHosts:
         self._grace = grace
         self._meeting = meeting
         self.flat = [FlatParameters(part) for part in parameters]
+        self._nbytes = sum(flat.numel * flat.dtype.itemsize for flat in self.flat)
         self.exchange: HostExchange | None = None
         self.known_as: KnownAs | None = None
         self._saved: Mapping[str, Any] = {}  # a state that was loaded before hosts have met
@@ -81,7 +82,12 @@ class OtherHosts:
         links: HostLinks | None = None
         if len(hosts) > 1 and group.rank == hosts[number][0]:
             links = self._make_links(own_addresses(os.environ.get("MASTER_ADDR")), ("", 0))
-        everyone = self._compare(group, links)
+        try:
+            everyone = self._compare(group, links)
+        except BaseException:
+            if links is not None:
+                links.close()
+            raise
         if links is not None:
             places = {host: everyone[ranks[0]]["place"] for host, ranks in enumerate(hosts)}
             del places[number]
@@ -113,11 +119,10 @@ class OtherHosts:
         self._start(met.links, met.known_as, met.places, is_current=is_first, joins_after=met.joins_after)
 
     def _make_links(self, addresses: Sequence[str], bind: tuple[str, int]) -> HostLinks:
-        nbytes = sum(flat.numel * flat.dtype.itemsize for flat in self.flat)
         buffers = sum(buffer.nbytes for buffer in self._wrapper.module.buffers())
         return HostLinks(
             addresses,
-            max_queued_bytes=max(_MIN_QUEUED_BYTES, _QUEUED_MODELS * nbytes) + buffers,
+            max_queued_bytes=max(_MIN_QUEUED_BYTES, _QUEUED_MODELS * self._nbytes) + buffers,
             silent_seconds=_SILENT_GRACES * self._grace,
             bind=bind,
         )
@@ -142,6 +147,7 @@ class OtherHosts:
             # Where hosts meet, they need not have begun with equal parameters.
             beginning="start" if self._meeting is None else secrets.token_hex(8),
             life=secrets.token_hex(8),
+            state_bytes=2 * self._nbytes,  # the common parameters, and their momentum
         )
         self.known_as = known_as
         self.exchange = HostExchange(

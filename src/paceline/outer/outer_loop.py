@@ -4,6 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -19,10 +20,12 @@ from paceline.hooks.compressors import Compressor
 from paceline.hooks.hook import Hook
 from paceline.optim.wrapped_optimizer import StepsWithWrapper, trainable
 from paceline.outer.fragment import OuterOptimizer
-from paceline.outer.host_exchange import HostExchange, Move
+from paceline.outer.host_exchange import HostExchange, longest_wait
 from paceline.outer.host_meeting import HostMeeting
 from paceline.outer.host_ranks import BYTES_AT_ONCE, HostRanks
+from paceline.outer.moves import Move
 from paceline.outer.other_hosts import OtherHosts
+from paceline.outer.repeated_warning import RepeatedWarning
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule, cut_evenly
 from paceline.watch.stall import shorten_names
@@ -31,8 +34,6 @@ _FRAGMENTS = 4
 _LOOK_SECONDS = 1.0
 _MEET_SECONDS = 60.0
 _FINISHED, _CLOSED, _INTERRUPTED = "it has finished", "it was closed", "finish() was interrupted"
-# What a host's ranks do to a fragment: nothing, move it, or replace it.
-_KIND_OF = {None: 0.0, False: 1.0, True: 2.0}
 # Those of this process that may still be in use.
 _loops: "weakref.WeakSet[OuterLoop]" = weakref.WeakSet()
 # Of a wrapper that a loop has moved: the process group of all hosts, and the one of its host.
@@ -40,6 +41,14 @@ _moved_from: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Any, Any]
     weakref.WeakKeyDictionary()
 )
 _T = TypeVar("_T")
+
+
+class _MoveKind(IntEnum):
+    """What a host's ranks do to a fragment."""
+
+    NOTHING = 0
+    MOVE = 1
+    REPLACE = 2
 
 
 class OuterLoop(StepsWithWrapper):
@@ -82,7 +91,7 @@ class OuterLoop(StepsWithWrapper):
         compressor: what changes are sent as: a compressor, or a hook that has one. By default ``int4``.
         lr: the learning rate of outer steps.
         momentum: their Nesterov momentum.
-        grace: seconds after which a silent host is left out.
+        grace: seconds after which a silent host is left out; more than it takes to exchange a fragment.
         meet: "host:port" if each host is a job of its own: there the first host listens, and the others join
             it, at any time. Each host's wrapper then has the ranks of that host only.
     """
@@ -144,13 +153,14 @@ class OuterLoop(StepsWithWrapper):
         self._steps = 0
         self._group = ddp._group
         self._meet_seconds = _MEET_SECONDS
+        self._grace = grace
         if (membership := own_membership()) is not None:
             self._prepare_for_healing(membership.lost_after)
         elif self._meet is None:
             self._open_among_hosts(inner)
             self._group = ddp._group
         else:
-            self._meet_if_first()
+            self._meet_for_host(ddp._group)
         _loops.add(self)
 
     def _refuse_second_loop_at_meeting(self) -> None:
@@ -218,12 +228,13 @@ class OuterLoop(StepsWithWrapper):
                 "with `paceline run --heal`, ranks can be replaced in one host's job only: run a job on each "
                 'host, and name where hosts meet, OuterLoop(ddp, meet="host:port")'
             )
+        if longest_wait(self._grace) >= lost_after:
+            raise OptionError(
+                "a step may wait for other hosts for 2 * grace + 1 seconds, and the launcher takes a rank "
+                "for lost that others wait for as long: take a smaller grace, or a larger --lost-after "
+                f"(grace: {self._grace}, --lost-after: {lost_after})"
+            )
         self._meet_seconds = min(_MEET_SECONDS, lost_after / 2)  # or the launcher takes this rank for lost
-
-    def _meet_if_first(self) -> None:
-        """Each host is a job of its own."""
-        if self._wrapper._group.rank == 0:
-            self._others.meet(seconds=self._meet_seconds)
 
     # Training.
 
@@ -269,10 +280,7 @@ class OuterLoop(StepsWithWrapper):
 
     def _share(self, moves: Mapping[int, Move]) -> None:
         """Have every rank of the host make the moves that its speaker has, by fragment."""
-        kinds = [
-            _KIND_OF[None if number not in moves else moves[number].replaces]
-            for number in range(len(self._flat))
-        ]
+        kinds = [_kind_of(moves.get(number)) for number in range(len(self._flat))]
         told = self._ranks.tell(kinds, failure=self._failure)
         self._sharing = [number for number, kind in enumerate(told) if kind]
         shared = self._wrapper._host_parameters
@@ -281,7 +289,7 @@ class OuterLoop(StepsWithWrapper):
             value = moves[number].by if number in moves else torch.empty(flat.numel, dtype=flat.dtype)
             self._ranks.spread(value)
             with contextlib.nullcontext() if shared is None else shared.writing():
-                (flat.replace if told[number] == _KIND_OF[True] else flat.move)(value)
+                (flat.replace if told[number] == _MoveKind.REPLACE else flat.move)(value)
             self._moved(number)
 
     def _moved(self, number: int) -> None:
@@ -359,6 +367,8 @@ class OuterLoop(StepsWithWrapper):
         nothing: Mapping[int, Move] = {}
         self._of_exchange(lambda exchange: exchange.finish(), otherwise=None)
         self._wait_for(lambda rounds, now: rounds.all_finished(now))
+        first = self._of_exchange(lambda exchange: exchange.skip_to_last(), otherwise=0)
+        self._wait_for(lambda rounds, _: rounds.decided >= first)
         last = self._of_exchange(lambda exchange: exchange.send_last(), otherwise=0)
         self._wait_for(lambda rounds, _: rounds.decided >= last)
         self._wait_for(lambda rounds, now: rounds.all_decided(now))
@@ -376,15 +386,31 @@ class OuterLoop(StepsWithWrapper):
             )
 
     def _wait_for(self, is_so: Callable[[Rounds, float], bool]) -> None:
+        """Wait until something is so on the speaker."""
+        self._wait_until(lambda exchange: exchange.wait_for(is_so, _LOOK_SECONDS))
+
+    def _wait_until(self, is_so: Callable[[HostExchange], bool]) -> None:
         """Wait until something is so on the speaker; it says every second that it still waits."""
         is_over = False
+        warning = RepeatedWarning(self._grace)
         while not is_over:
-            is_now = self._of_exchange(
-                lambda exchange: exchange.wait_for(is_so, _LOOK_SECONDS), otherwise=False
-            )
+            is_now = self._of_exchange(is_so, otherwise=False)
+            if self._exchange is not None and not is_now:
+                warning.tell(self._whom_it_waits_for)
             own = [float(self._exchange is not None), float(is_now)]
             has_speaker, is_reached = self._ranks.tell(own, failure=self._failure)
             is_over = bool(is_reached or not has_speaker)  # without a speaker nobody would ever say so
+
+    def _whom_it_waits_for(self) -> str:
+        assert self._exchange is not None
+        unfinished = self._exchange.unfinished()
+        if not unfinished:
+            return f"host {self._number} waits in finish() for hosts that have finished to send all"
+        rounds = ", ".join(f"host {host}: {count} rounds" for host, count in unfinished.items())
+        return (
+            f"host {self._number} waits in finish() for hosts {[*unfinished]}, which have more steps "
+            f"({rounds}, here: {self._exchange.rounds.decided} rounds)"
+        )
 
     def _share_buffers(self) -> None:
         """Have the module buffers of the present host of the lowest number."""
@@ -392,8 +418,10 @@ class OuterLoop(StepsWithWrapper):
         if not buffers:
             return
         content = torch.cat([each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in buffers])
+        own = content.numpy().tobytes()
+        self._wait_until(lambda exchange: exchange.share_buffers(own, _LOOK_SECONDS))
         if self._exchange is not None:
-            received = self._exchange.share_buffers(content.numpy().tobytes())
+            received = self._exchange.buffers
             if received is None:
                 warnings.warn(
                     "the module buffers of the first host have not come, so this host keeps its own "
@@ -438,6 +466,12 @@ class OuterLoop(StepsWithWrapper):
         others.
         """
         self._others.load_state_dict(state)
+
+
+def _kind_of(move: Move | None) -> _MoveKind:
+    if move is None:
+        return _MoveKind.NOTHING
+    return _MoveKind.REPLACE if move.replaces else _MoveKind.MOVE
 
 
 def _check(ddp: object, *, lr: float, momentum: float, grace: float) -> None:

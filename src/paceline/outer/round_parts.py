@@ -40,6 +40,11 @@ class DecidedRound:
     changes: Mapping[int, bytes]
     digests: Mapping[int, str]
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its changes."""
+        return sum(map(len, self.changes.values()))
+
 
 @dataclass
 class Peer:
@@ -51,10 +56,11 @@ class Peer:
         is_current: whether it has the state of the others; not before a host that joins late has taken it.
         has_finished: whether it has no more steps.
         next_round: if it has finished, the first round that it has sent nothing for.
-        states_taken: how often it took over another host's state.
-        state_sent_at: ``states_taken`` when a state was sent to it last.
+        states_received: how many states of other hosts it has received.
+        state_sent_at: ``states_received`` when a state was sent to it last.
         asked_at: when it was asked last how far it is.
         is_late: whether a round went on without it, and it has sent nothing since; it is not waited for.
+        is_sending: whether a message of it is coming in.
         life: what tells this process from an earlier one of the same host; empty until it has said so.
     """
 
@@ -63,10 +69,11 @@ class Peer:
     is_current: bool = True
     has_finished: bool = False
     next_round: int = 0
-    states_taken: int = 0
+    states_received: int = 0
     state_sent_at: int = -1
     asked_at: float = -math.inf
     is_late: bool = False
+    is_sending: bool = False
     life: str = ""
 
 

@@ -16,7 +16,8 @@ has other bytes, such as those of a process that was started again, does not tak
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.outer.round_parts import DecidedRound, Fields, Message, OpenRound, Peer, digest_of
 
@@ -25,6 +26,8 @@ _TAIL = 32
 # Rounds that are kept for hosts that missed a message.
 _KEPT_TURNS = 2
 _ASK_AGAIN_SECONDS = 1.0
+# For how many grace periods a round waits for a message that is coming in.
+_LONGEST_GRACES = 4
 
 
 class Rounds:
@@ -34,11 +37,13 @@ class Rounds:
         host: this host's number.
         others: the hosts that are expected from the start.
         fragments: the number of fragments.
-        grace: seconds for which a round waits for a host, and after which a silent host counts as away.
+        grace: seconds for which a round waits for a host, and after which a silent host counts as away. For a
+            host whose message is coming in, over a slow link, it waits four times as long.
         now: the time.
         is_current: whether this host has the state of the others.
         beginning: what hosts say that began with the same state.
         life: what tells this process from an earlier one of the same host.
+        state_bytes: the size of the state. Hosts that missed changes of more bytes get the state instead.
 
     Attributes:
         outbox: messages to be sent; whoever sends them clears it.
@@ -46,6 +51,7 @@ class Rounds:
         state_for: hosts that this one has to send its state to; whoever does so clears it.
         accepts_state_from: the host whose state was asked for, if any.
         has_finished: whether this host has no more steps.
+        passed_over: the last rounds, in a row, that had a change of this host and went without it.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Rounds:
         is_current: bool = True,
         beginning: str = "start",
         life: str = "",
+        state_bytes: float = math.inf,
     ) -> None:
         self.host = host
         self._life = life
@@ -70,14 +77,16 @@ class Rounds:
         self.accepts_state_from: int | None = None
         self.is_current = is_current
         self.has_finished = False
+        self.passed_over: deque[int] = deque(maxlen=_TAIL)
         self._next_round = 0
         self._kept_rounds = _KEPT_TURNS * fragments
+        self._state_bytes = state_bytes
         self._open: dict[int, OpenRound] = {}
         self._kept: dict[int, DecidedRound] = {}
         self._tail: dict[int, str] = {0: beginning}
         self._decided = 0
         self._total = 0
-        self._states_taken = 0
+        self._states_received = 0
         self._asked_at = self._moved_at = self._head_since = self._ticked = self._current_host_seen = now
         self._is_late = False  # as in Peer, for this host itself
         self._answers = {
@@ -129,6 +138,11 @@ class Rounds:
         finished = [self.peers[host].has_finished for host in self.present(now)]
         return self.has_finished and self.is_current and not self._unheard and all(finished)
 
+    def unfinished(self, now: float) -> dict[int, int]:
+        """The present hosts that have more steps, and how many rounds they have decided."""
+        present = {host: self.peers[host] for host in self.present(now)}
+        return {host: peer.decided for host, peer in present.items() if not peer.has_finished}
+
     def first_last_round(self, now: float) -> int:
         """When all have finished: the first round that no host has sent anything for, the same on all."""
         return max([self._next_round, *(self.peers[host].next_round for host in self.present(now))])
@@ -173,7 +187,7 @@ class Rounds:
         for each in self._open.values():
             each.drop(self.host)  # it was made from another state
             each.skipped.add(self.host)
-        self._states_taken += 1
+        self._states_received += 1
         self.is_current = True
         self.accepts_state_from = None
         self.greet()
@@ -224,6 +238,11 @@ class Rounds:
         """Something came from a host at this time."""
         peer = self.peers[host]
         peer.heard = max(peer.heard, when)
+
+    def coming_in(self, hosts: Collection[int]) -> None:
+        """Messages of these hosts, and of no others, have come in part."""
+        for host, peer in self.peers.items():
+            peer.is_sending = host in hosts
 
     def left(self, host: int) -> None:
         """A host has said that it does not come back."""
@@ -279,7 +298,7 @@ class Rounds:
         peer.decided = fields["decided"]
         peer.is_current, peer.has_finished = fields["current"], fields["finished"]
         peer.next_round = fields["next"]
-        peer.states_taken = fields["taken"]
+        peer.states_received = fields["taken"]
         if fields["life"] != peer.life:
             self._forget_earlier_life(host)
             peer.life = fields["life"]
@@ -322,8 +341,8 @@ class Rounds:
 
     def _send_state(self, host: int) -> None:
         peer = self.peers[host]
-        if peer.state_sent_at < peer.states_taken:  # not while one is under way
-            peer.state_sent_at = peer.states_taken
+        if peer.state_sent_at < peer.states_received:  # not while one is under way
+            peer.state_sent_at = peer.states_received
             self.state_for.append(host)
 
     def _ask_for_state(self, host: int, now: float) -> None:
@@ -334,7 +353,7 @@ class Rounds:
     def _ask_if_behind(self, now: float) -> None:
         """Ask for what is missing if other hosts are ahead and nothing comes."""
         ahead = [host for host in self.present(now) if self.peers[host].decided > self._decided]
-        if not ahead or not self.is_current:
+        if not ahead or not self.is_current or any(self.peers[host].is_sending for host in ahead):
             self._moved_at = now
         elif now - max(self._moved_at, self._asked_at) > _ASK_AGAIN_SECONDS:
             self._need(max(ahead, key=lambda host: self.peers[host].decided), now, state=False)
@@ -343,10 +362,28 @@ class Rounds:
         self._asked_at = now
         self.outbox.append(Message(host, {"kind": "need", "decided": self._decided, "state": state}))
 
-    def may_take_state_from(self, host: int) -> bool:
-        """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge."""
+    def may_take_state_from(self, host: int, history: Fields) -> bool:
+        """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge.
+
+        Not if this host has caught up with it meanwhile: its changes that are under way would be lost.
+        """
+        if self.is_current and self._knows(history):
+            return False
         is_ahead = self.peers[host].decided > self._decided
         return host == self.accepts_state_from or host < self.host or is_ahead or not self.is_current
+
+    def _knows(self, history: Fields) -> bool:
+        """Whether a history is this host's own, or how that began."""
+        number = history["decided"]
+        theirs = {int(each): str(digest) for each, digest in history["tail"]}
+        return number in self._tail and theirs.get(number) == self._tail[number]
+
+    def refuse_state(self, host: int) -> None:
+        """Do not go on from a state that has come; its host may send another one."""
+        if self.accepts_state_from == host:
+            self.accepts_state_from = None
+        self._states_received += 1
+        self.greet(to=host)
 
     # Decisions.
 
@@ -389,21 +426,26 @@ class Rounds:
 
     def _is_complete(self, opened: OpenRound, now: float) -> bool:
         """Whether a round has waited enough."""
-        if now - max(opened.since, self._head_since) > self.grace:
-            for host in self.missing(self._decided, now):
+        missing = self.missing(self._decided, now)
+        graces = _LONGEST_GRACES if any(self.peers[host].is_sending for host in missing) else 1
+        if now - max(opened.since, self._head_since) > graces * self.grace:
+            for host in missing:
                 self.peers[host].is_late = True
             self._is_late = self.host not in {*opened.changes, *opened.skipped}
             return True
         came = {*opened.changes, *opened.skipped}
         takes_part = not self._is_late and (not self.has_finished or self.all_finished(now))
         own_is_missing = takes_part and self.host not in came
-        return not own_is_missing and not self.missing(self._decided, now)
+        return not own_is_missing and not missing
 
     def _close(self, decided: DecidedRound) -> None:
         number = decided.number
+        if self.host in decided.changes:
+            self.passed_over.clear()
+        elif self.host in self._open[number].changes:
+            self.passed_over.append(number)
         self._open.pop(number)
-        self._kept[number] = decided
-        self._kept.pop(number - self._kept_rounds, None)
+        self._keep(decided)
         self._decided = number + 1
         self._total += len(decided.changes)
         before = self._tail[number]
@@ -411,6 +453,13 @@ class Rounds:
         self._tail[self._decided] = hashlib.sha256(words).hexdigest()[:16]
         self._tail.pop(self._decided - _TAIL, None)
         self.ready.append(decided)
+
+    def _keep(self, decided: DecidedRound) -> None:
+        """Keep a round for hosts that missed it, unless the state would be shorter."""
+        self._kept[decided.number] = decided
+        self._kept.pop(decided.number - self._kept_rounds, None)
+        while self._kept and sum(each.nbytes for each in self._kept.values()) > self._state_bytes:
+            self._kept.pop(min(self._kept))
 
     def _opened(self, number: int, now: float) -> OpenRound:
         return self._open.setdefault(number, OpenRound(now))
@@ -435,7 +484,7 @@ class Rounds:
             "current": self.is_current,
             "finished": self.has_finished,
             "next": self._next_round,
-            "taken": self._states_taken,
+            "taken": self._states_received,
             "life": self._life,
             "echo": echo,
             "answer": is_answer,

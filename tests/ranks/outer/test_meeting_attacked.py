@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,11 +38,21 @@ def job(host: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def wait_for_listener(port: int) -> None:
+    """Wait until somebody listens; the first one who does is host 0."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+
+
 def meeting(
     host: int, port: int, net: nn.Module, **options: Any
 ) -> tuple[OuterLoop, DistributedDataParallel]:
     """An outer loop that has met the other host; host 0 listens."""
-    time.sleep(0.5 * host)
+    if host == 1:
+        wait_for_listener(port)
     ddp = DistributedDataParallel(net)
     outer = OuterLoop(ddp, **{"meet": f"127.0.0.1:{port}", "grace": 2.0, "period": 4, **options})
     until = time.monotonic() + SECONDS
@@ -50,6 +60,12 @@ def meeting(
         assert time.monotonic() < until, "hosts do not meet"
         time.sleep(0.01)
     return outer, ddp
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + SECONDS
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def train(outer: OuterLoop, ddp: DistributedDataParallel, steps: int, *, lr: float = 0.05) -> None:
@@ -126,7 +142,7 @@ def test_the_state_of_a_model_in_bfloat16_has_room_on_its_way() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def be_refused(host: int, port: int, what: str) -> str:
+def be_refused(host: int, port: int, what: str, folder: Path) -> str:
     with job(host):
         torch.manual_seed(host if what == "frozen" else 0)
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -135,17 +151,18 @@ def be_refused(host: int, port: int, what: str) -> str:
             net.double()
         if host == 0:
             with OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0):
-                time.sleep(5.0)
+                wait_for(folder / "refused")
             return ""
-        time.sleep(0.5)
+        wait_for_listener(port)
         with pytest.raises(MismatchError, match="this host has another outer loop") as refused:
             OuterLoop(DistributedDataParallel(net), meet=f"127.0.0.1:{port}", grace=2.0)
+        (folder / "refused").touch()
         return str(refused.value)
 
 
 @pytest.mark.parametrize("what", ["frozen", "type"])
-def test_a_host_with_other_frozen_values_or_types_is_refused(what: str) -> None:
-    [_, words] = run_ranks(be_refused, 2, args=(free_port(), what), backend=None)
+def test_a_host_with_other_frozen_values_or_types_is_refused(what: str, tmp_path: Path) -> None:
+    [_, words] = run_ranks(be_refused, 2, args=(free_port(), what, tmp_path), backend=None)
     assert isinstance(words, str)
     assert "frozen parameters" in words
 
@@ -224,7 +241,7 @@ def listen_late(_: int, port: int) -> None:
     host_meeting._ANSWER_SECONDS = 0.3
     left = socket.create_server(("127.0.0.1", port))
     threading.Timer(1.5, left.close).start()
-    with job(0), warnings.catch_warnings():
+    with job(0):
         outer = OuterLoop(DistributedDataParallel(nn.Linear(8, 8)), meet=f"127.0.0.1:{port}")
         assert outer._number == 0
         outer.finish()
@@ -301,14 +318,15 @@ def test_a_host_of_an_earlier_loop_neither_takes_over_a_later_one_nor_waits_for_
     assert seen == []
 
 
-def listen_again(rank: int, port: int) -> tuple[int, list[float]]:
+def listen_again(rank: int, port: int, noted: Path) -> tuple[int, list[float]]:
     """The first host is lost without a goodbye, and its job is started again with other parameters."""
     with job(rank):
         torch.manual_seed(rank)
         outer, ddp = meeting(rank, port, nn.Linear(8, 8))
         train(outer, ddp, 12)
+        assert outer._exchange is not None
         if rank == 0:
-            assert outer._exchange is not None
+            wait_for(noted)
             outer._exchange._links.abandon()
             outer.close()
             torch.manual_seed(2)
@@ -318,10 +336,12 @@ def listen_again(rank: int, port: int) -> tuple[int, list[float]]:
                 time.sleep(0.01)
             train(outer, ddp, 12)
         else:
+            rounds = outer._exchange.rounds
+            life = rounds.peers[0].life
+            assert life
+            noted.touch()
             until = time.monotonic() + SECONDS
-            while outer.hosts and time.monotonic() < until:
-                time.sleep(0.01)
-            while not outer.hosts and time.monotonic() < until:
+            while rounds.peers[0].life == life and time.monotonic() < until:
                 time.sleep(0.01)
             train(outer, ddp, 12)
         assert outer._exchange is not None
@@ -330,7 +350,8 @@ def listen_again(rank: int, port: int) -> tuple[int, list[float]]:
         return steps, [*map(float, ddp.module.weight.flatten().tolist())]
 
 
-def test_the_first_host_goes_on_with_the_others_when_its_job_is_started_again() -> None:
-    (first, ours), (second, theirs) = run_ranks(listen_again, args=(free_port(),), backend=None)
+def test_the_first_host_goes_on_with_the_others_when_its_job_is_started_again(tmp_path: Path) -> None:
+    args = (free_port(), tmp_path / "noted")
+    (first, ours), (second, theirs) = run_ranks(listen_again, args=args, backend=None)
     assert ours == theirs
     assert min(first, second) >= 24

@@ -1,5 +1,6 @@
 """What an OuterLoop refuses, and what it does where there is nothing to do."""
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,15 @@ import torch
 from torch import distributed, nn
 
 from paceline import DistributedDataParallel, HostOptimizer, OuterLoop, hooks
-from paceline.errors import HookTypeError, MismatchError, OptionError, PacelineError, UnsupportedError
-from paceline.outer import outer_loop
+from paceline.errors import (
+    HookTypeError,
+    MeetingError,
+    MismatchError,
+    OptionError,
+    PacelineError,
+    UnsupportedError,
+)
+from paceline.outer import host_meeting, outer_loop
 from paceline.testing import run_ranks
 
 
@@ -61,10 +69,29 @@ def refuse_one_job_whose_ranks_are_replaced(_: int) -> None:
     outer_loop.own_membership = lambda: SimpleNamespace(lost_after=30.0)  # type: ignore[assignment, return-value]
     with pytest.raises(UnsupportedError, match=r'run a job on each host, .*meet="host:port"'):
         OuterLoop(ddp)
+    with pytest.raises(OptionError, match=r"smaller grace.*\(grace: 14\.5, --lost-after: 30\.0\)"):
+        OuterLoop(ddp, meet="127.0.0.1:1", grace=14.5)
+    OuterLoop(ddp, meet="127.0.0.1:1", grace=14.4)
 
 
-def test_one_job_of_all_hosts_whose_ranks_are_replaced_is_refused() -> None:
+def test_one_job_of_all_hosts_and_a_long_grace_are_refused_if_ranks_are_replaced() -> None:
     run_ranks(refuse_one_job_whose_ranks_are_replaced, 1)
+
+
+def meet_nobody(_: int, port: int) -> str:
+    outer_loop._MEET_SECONDS = host_meeting._ANSWER_SECONDS = 0.2
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(MeetingError) as raised:
+        OuterLoop(ddp, meet=f"127.0.0.1:{port}")
+    return str(raised.value)
+
+
+def test_all_ranks_of_a_host_are_told_at_once_that_it_has_met_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        first, second = run_ranks(meet_nobody, 2, args=(stranger.getsockname()[1],))
+    assert isinstance(second, str)
+    assert str(first).startswith("no host answers where hosts meet")
+    assert second.startswith("rank 0 could not meet the other hosts")
 
 
 def test_what_is_no_wrapper_no_compressor_or_comes_too_late_is_refused() -> None:

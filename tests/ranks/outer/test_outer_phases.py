@@ -3,7 +3,9 @@
 import gc
 import os
 import time
+import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +113,35 @@ def test_a_failed_exchange_is_raised_on_every_rank_of_the_host(when: str) -> Non
     assert isinstance(other, str)
     assert "ZeroDivisionError('on purpose')" in speaker
     assert "has failed on rank 0" in other
+
+
+def wait_for_a_host_that_hangs(rank: int, told: Path) -> list[str]:
+    enter_host(rank, 1)
+    outer = OuterLoop(DistributedDataParallel(nn.Linear(8, 8)), period=4, grace=0.5)
+    said: list[str] = []
+
+    def note(message: Warning | str, *_: Any) -> None:
+        said.append(str(message))
+        if len(said) == 2:
+            told.touch()
+
+    until = time.monotonic() + 20.0
+    while rank == 1 and not told.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        outer.finish()
+    return said
+
+
+def test_finish_says_for_which_hosts_it_waits(tmp_path: Path) -> None:
+    said, _ = run_ranks(wait_for_a_host_that_hangs, 2, args=(tmp_path / "told",))
+    assert len(said) >= 2
+    for words in said[:2]:
+        assert words == (
+            "host 0 waits in finish() for hosts [1], which have more steps (host 1: 0 rounds, here: 0 rounds)"
+        )
 
 
 class State(dict[str, Any]):

@@ -1,6 +1,8 @@
 """Connections between hosts, over the loopback interface of this one."""
 
 import contextlib
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.comm.host_connection import frame
 from paceline.comm.host_links import HostLinks, Place
 
 SECONDS = 10.0
@@ -26,9 +29,6 @@ class Listening:
     def linked(self, host: int) -> None:
         self.linked_to.append(host)
         self._on_linked(host)
-
-    def unlinked(self, host: int) -> None:
-        pass
 
     def received(self, _: int, fields: Mapping[str, Any], __: bytes) -> None:
         self.messages.append(fields)
@@ -105,15 +105,17 @@ def test_addresses_that_were_known_stay_as_long_as_the_port_does(
 
 
 def test_a_host_connects_again_after_another_one_named_an_address_where_it_is_not(
-    first: HostLinks, second: HostLinks
+    second: HostLinks,
 ) -> None:
     heard = Listening()
+    first = HostLinks(HERE, max_queued_bytes=1 << 24, silent_seconds=60.0, bind=(HERE[0], 0))
     first.start(0, {}, heard, token=TOKEN)
     second.start(1, {0: first.own_place}, Listening(), token=TOKEN)
-    assert wait_until(lambda: heard.linked_to == [1])
-    second.add(0, (["127.0.1.9"], first.port))
+    assert wait_until(lambda: heard.linked_to == [1] and second.linked == [0])
+    second.add(0, (["127.0.1.9"], first.port))  # tried first
     second._connections[0].socket.shutdown(socket.SHUT_RDWR)
     assert wait_until(lambda: heard.linked_to == [1, 1])
+    first.close()
 
 
 @pytest.mark.parametrize("said", [b"", b"220 somewhere ESMTP\r\n"])
@@ -133,6 +135,58 @@ def test_hosts_of_two_loops_are_not_linked_on_either_side(first: HostLinks, seco
     second.start(1, {0: first.own_place}, other, token="of another")
     time.sleep(1.0)
     assert one.linked_to == other.linked_to == []
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[], None]]:
+    """Makes a process that has all of this one's sockets and does nothing, as a worker of a DataLoader."""
+    children: list[int] = []
+
+    def sleep_in_a_fork() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(6 * SECONDS)
+            os._exit(0)
+        children.append(child)
+
+    yield sleep_in_a_fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("way", [HostLinks.close, HostLinks.abandon])
+def test_a_forked_process_keeps_neither_the_port_nor_a_connection(
+    fork: Callable[[], None], way: Callable[[HostLinks], None]
+) -> None:
+    first, second = make_links(), make_links()
+    heard = Listening()
+    first.start(0, {}, heard, token=TOKEN)
+    second.start(1, {0: first.own_place}, Listening(), token=TOKEN)
+    assert wait_until(lambda: heard.linked_to == [1] and second.linked == [0])
+    fork()
+    way(first)
+    first._thread.join(SECONDS)
+    assert wait_until(lambda: second.linked == [])
+    with contextlib.closing(socket.create_server(("127.0.0.1", first.port))):
+        pass
+    second.close()
+
+
+def test_a_message_that_comes_slowly_is_seen_while_it_comes(first: HostLinks) -> None:
+    heard = Listening()
+    first.start(0, {}, heard, token=TOKEN)
+    message = frame({"number": 1}, b"payload")
+    with socket.create_connection((HERE[0], first.port)) as slow:
+        slow.sendall(frame({"kind": "hello", "token": TOKEN, "host": 1}))
+        assert wait_until(lambda: first.linked == [1])
+        assert not first.is_receiving(1)
+        slow.sendall(message[:20])
+        assert wait_until(lambda: first.is_receiving(1))
+        slow.sendall(message[20:])
+        assert wait_until(lambda: len(heard.messages) == 1)
+        assert not first.is_receiving(1)
+    assert not first.is_receiving(2)
 
 
 def test_a_host_that_is_forgotten_is_not_dialled_again(first: HostLinks) -> None:

@@ -119,10 +119,35 @@ def test_another_hosts_state_replaces_the_common_one_and_keeps_own_progress() ->
     drift(own, torch.Generator().manual_seed(1))
     progress = each.parameters.read() - each.common
     common, momentum = torch.ones_like(each.common), torch.full_like(each.common, 2.0)
-    each.parameters.move(each.take(common, momentum))
+    each.parameters.move(each.take(common, momentum, joins=False))
     assert torch.equal(each.common, common)
     assert torch.equal(each.momentum, momentum)
     torch.testing.assert_close(each.parameters.read(), common + progress)
+
+
+def leave_something_out() -> Fragment:
+    """A host whose change counted; compression has left out a part of it."""
+    own, each = fragment(TopK(0.3))
+    drift(own, torch.Generator().manual_seed(1))
+    each.step(0, {0: each.encode(0, each.parameters.read())}, 0)
+    assert each.residual.any()
+    return each
+
+
+def test_what_compression_left_out_is_sent_later_also_to_the_hosts_whose_state_was_taken() -> None:
+    each = leave_something_out()
+    before = each.residual.clone()
+    each.take(torch.ones_like(each.common), torch.ones_like(each.common), joins=False)
+    assert torch.equal(each.residual, before)
+
+
+def test_what_compression_left_out_is_forgotten_if_own_parameters_are_or_a_change_is_under_way() -> None:
+    for joins in (True, False):
+        each = leave_something_out()
+        if not joins:
+            each.encode(1, each.parameters.read())
+        each.take(torch.ones_like(each.common), torch.ones_like(each.common), joins=joins)
+        assert not each.residual.any()
 
 
 def test_parameters_of_several_types_are_read_in_the_widest_and_written_in_their_own() -> None:

@@ -38,6 +38,15 @@ def exchange(parameters: list[nn.Parameter]) -> Iterator[HostExchange]:
     links.close()
 
 
+def test_a_host_is_told_once_that_its_changes_come_too_late(exchange: HostExchange) -> None:
+    exchange.rounds.passed_over.extend(range(FRAGMENTS + 1))
+    exchange.after_step()  # they may have been under way while it was stopped
+    exchange.rounds.passed_over.append(FRAGMENTS + 1)
+    with pytest.warns(UserWarning, match=r"do not count.*here: host 0, rounds: \[0, 1, 2, 3\]"):
+        exchange.after_step()
+    exchange.after_step()
+
+
 def decide(exchange: HostExchange, first: int, last: int) -> None:
     """Other hosts decide rounds, in each of which parameters move by 1/8."""
     change = torch.full((3,), -0.125).numpy().tobytes()
@@ -58,9 +67,9 @@ def test_what_comes_while_training_does_not_step_takes_bounded_memory_and_is_all
     exchange: HostExchange, parameters: list[nn.Parameter]
 ) -> None:
     decide(exchange, 0, 100)
-    assert len(exchange._moves) <= 3 * FRAGMENTS
+    assert len(exchange.moves._waiting) <= 3 * FRAGMENTS
     use_all(exchange, parameters)
-    assert exchange._moves == []
+    assert exchange.moves._waiting == []
     for each in parameters:
         torch.testing.assert_close(each.detach(), torch.full((3,), 1 + 50 / 8), rtol=0, atol=0)
 
@@ -71,7 +80,7 @@ def test_what_a_lost_step_has_begun_to_use_is_not_made_one_with_what_came_since(
     decide(exchange, 0, 20)
     due = exchange.after_step()[0]
     decide(exchange, 20, 40)
-    assert all(each in exchange._moves for each in exchange._due)
+    assert all(each in exchange.moves._waiting for each in exchange.moves._due)
     with torch.no_grad():
         parameters[0].add_(due.by)
     exchange.used(0)

@@ -61,7 +61,9 @@ class SimulatedHost:
             self.next_round = max(self.next_round, decided.number + 1)
 
     def take(self, host: int, fields: Mapping[str, Any], now: float) -> None:
-        if self.rounds.may_take_state_from(host):
+        if not self.rounds.may_take_state_from(host, fields["history"]):
+            self.rounds.refuse_state(host)
+        else:
             self.states += 1
             self.log = [[*members] for members in fields["log"]]
             self.contents = [*fields["contents"]]
@@ -382,6 +384,86 @@ def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> N
     network.run(10)
     assert network.all_agree()
     assert network.hosts[0].log[-1] == [0, 1]
+
+
+def test_a_state_that_this_host_has_caught_up_with_is_refused_and_a_later_one_is_taken() -> None:
+    def history(*changes: bytes) -> Mapping[str, Any]:
+        rounds = Rounds(0, [], fragments=1, grace=GRACE, now=0.0)
+        for number, change in enumerate(changes):
+            rounds.offer(number, change, 0.0)
+        return rounds.history
+
+    rounds = Rounds(1, [0], fragments=1, grace=GRACE, now=0.0)
+    rounds.take_state(history(b"first", b"second"), 0.0)
+    assert not rounds.may_take_state_from(0, history(b"first", b"second"))
+    assert not rounds.may_take_state_from(0, history(b"first"))
+    assert rounds.may_take_state_from(0, history(b"first", b"other"))
+    before = rounds.outbox[-1].fields["taken"]
+    rounds.refuse_state(0)
+    assert rounds.outbox[-1].fields["taken"] > before, "so that the other host sends its next one"
+
+
+@pytest.mark.parametrize(("state_bytes", "gets_state"), [(40, False), (39, True)])
+def test_a_host_that_missed_more_bytes_than_the_state_has_gets_the_state(
+    state_bytes: int, gets_state: bool
+) -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0, state_bytes=state_bytes)
+    for number in range(2):
+        rounds.offer(number, b"0123456789", 0.0)
+        rounds.receive(1, {"kind": "change", "round": number, "host": 1}, b"9876543210", 0.0)
+    assert rounds.decided == 2
+    rounds.outbox.clear()
+    rounds.receive(1, {"kind": "need", "decided": 0, "state": False}, b"", 0.0)
+    assert rounds.state_for == ([1] if gets_state else [])
+    assert len([message for message in rounds.outbox if message.payload]) == (0 if gets_state else 4)
+
+
+def wait_with_a_message_coming_in(rounds: Rounds, first: float, last: float) -> None:
+    for tick in range(int(first / TICK), int(last / TICK)):
+        rounds.heard(1, tick * TICK)
+        rounds.coming_in([1])
+        rounds.tick(tick * TICK)
+
+
+def test_a_change_counts_that_takes_longer_than_the_grace_period_to_come_in() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    rounds.offer(0, b"own", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, 3 * GRACE)
+    rounds.receive(1, {"kind": "change", "round": 0, "host": 1}, b"slow", 3 * GRACE)
+    assert [[*decided.changes] for decided in rounds.ready] == [[0, 1]]
+
+
+def test_a_message_that_never_ends_is_not_waited_for_without_limit() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    rounds.offer(0, b"own", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, 5 * GRACE)
+    assert [[*decided.changes] for decided in rounds.ready] == [[0]]
+
+
+def test_a_host_asks_for_nothing_while_a_message_is_coming_in() -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    greeting = {**rounds.history, "kind": "greeting", "current": True, "finished": False, "next": 0}
+    greeting |= {"taken": 0, "life": "", "echo": False, "answer": False}
+    rounds.receive(1, {**greeting, "decided": 1}, b"", 0.0)
+    wait_with_a_message_coming_in(rounds, 0.0, GRACE)
+    assert not any(message.fields["kind"] == "need" for message in rounds.outbox)
+    for tick in range(int(GRACE / TICK), int(2 * GRACE / TICK)):
+        rounds.coming_in([])
+        rounds.tick(tick * TICK)
+    assert any(message.fields["kind"] == "need" for message in rounds.outbox)
+
+
+def test_a_host_knows_how_many_rounds_went_without_its_change() -> None:
+    rounds = Rounds(1, [0], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    for number in range(3):
+        rounds.offer(number, b"own", 0.1)
+        rounds.receive(0, {"kind": "change", "round": number, "host": 0}, b"theirs", 0.1)
+        rounds.receive(0, decision(number, b"theirs"), b"", 0.1)
+    assert [*rounds.passed_over] == [0, 1, 2]
+    for tick in range(2, int(4 * GRACE / TICK)):
+        rounds.tick(tick * TICK)
+    rounds.offer(3, b"own", 4 * GRACE)
+    assert not rounds.passed_over
 
 
 FAULTS = st.lists(
