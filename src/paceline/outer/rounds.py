@@ -216,7 +216,7 @@ class Rounds:
         for peer in self.peers.values():
             peer.heard = max(peer.heard, now)
         self._unheard = {*self.present(now)}
-        self.greet(echo=True)
+        self.greet()
 
     # What comes from other hosts.
 
@@ -475,7 +475,8 @@ class Rounds:
 
         Args:
             to: the host; None for all.
-            echo: whether they are to answer.
+            echo: whether they are to answer. They also are as long as not all have that this host has to hear
+                after a pause, because a question is lost with its connection.
             is_answer: whether it is one.
         """
         fields = {
@@ -486,7 +487,7 @@ class Rounds:
             "next": self._next_round,
             "taken": self._states_received,
             "life": self._life,
-            "echo": echo,
+            "echo": echo or (bool(self._unheard) and not is_answer),
             "answer": is_answer,
         }
         # An answer comes after all that was sent before, so that its reader knows it.

@@ -374,6 +374,27 @@ def test_a_host_that_was_stopped_while_it_waits_for_the_end_hears_the_others_fir
     assert not first.rounds.all_finished(later)
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_host_that_was_stopped_asks_again_if_its_question_was_lost(stopped: int) -> None:
+    network = Network(2)
+    network.run(5)
+    network.hosts[stopped].is_stopped = True
+    network.run(20)
+    network.hosts[stopped].is_stopped = False
+    network.cut_wire(0, 1)
+    network.run(TICK)
+    network.cut.clear()
+    network.lose(0, 1)
+    network.run(10)
+    assert network.all_agree()
+    assert network.hosts[0].log[-1] == [0, 1]
+    for host in network.hosts.values():
+        host.pace = float("inf")
+        host.rounds.finish(host.next_round, network.now)
+    network.run(1)
+    assert all(host.rounds.all_finished(network.now) for host in network.hosts.values())
+
+
 def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> None:
     network = Network(2)
     network.run(5)
