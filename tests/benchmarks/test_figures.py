@@ -227,7 +227,6 @@ def test_the_pages_are_up_to_date() -> None:
     )
 
 
-@pytest.mark.xfail(reason="some benchmarks have not been run with --figures since their tables are generated")
 def test_every_table_has_figures() -> None:
     texts = [page.read_text() for page in figures.pages()]
     assert figures.without_figures(texts, figures.load(figures.FIGURES)) == []
