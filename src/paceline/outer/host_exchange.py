@@ -27,6 +27,7 @@ _KINDS = {
     "newcomer",
     "place",
     "buffers",
+    "has buffers",
     "change",
     "skip",
     "decision",
@@ -80,6 +81,9 @@ class HostExchange:
         self.rounds = Rounds(0, [], fragments=len(fragments), grace=1.0, now=time.monotonic())
         self.step = 0
         self.buffers: bytes | None = None
+        self._sends_buffers = False
+        self._have_buffers: set[int] = set()  # the hosts that have said that they have them
+        self._joined: set[int] = set()  # the hosts that have told nobody else where they are
         self._has_left = False  # whether a host has said goodbye that may have sent its buffers
         self._next_round = 0
         self.moves = Moves()
@@ -162,7 +166,7 @@ class HostExchange:
             return self.rounds.away(time.monotonic())
 
     def unfinished(self) -> dict[int, int]:
-        """The hosts that are there and have more steps, and how many rounds they have decided."""
+        """The hosts that are there and have not finished, and how many rounds they have decided."""
         with self._changed:
             return self.rounds.unfinished(time.monotonic())
 
@@ -182,10 +186,10 @@ class HostExchange:
         """Skip the rounds before those that end the training; returns the first one that does."""
         now = time.monotonic()
         with self._changed:
-            first = self.rounds.first_last_round(now)
+            first = self.rounds.first_last_round
             for number in range(self._next_round, first):
                 self.rounds.skip(number, now)
-            self._next_round = first
+            self._next_round = max(self._next_round, first)
             self._flush()
             return first
 
@@ -195,12 +199,13 @@ class HostExchange:
         All rounds before must be decided: a change that is under way would be lost.
         """
         with self._changed:
-            first = self._next_round
-            for number in range(first, first + len(self._fragments)):
+            first = self.rounds.first_last_round
+            end = first + len(self._fragments)
+            for number in range(first, end):
                 self._to_encode.append((number, self._with_moves(self._schedule.fragment(number))))
-            self._next_round = first + len(self._fragments)
+            self._next_round = max(self._next_round, end)
             self._links.wake()
-            return self._next_round
+            return end
 
     def finish(self) -> None:
         """This host has no more steps."""
@@ -217,16 +222,22 @@ class HostExchange:
         with self._changed:
             self._raise_failure()
             if self.buffers is None and self._is_first(self.rounds.present(time.monotonic())):
+                self.buffers, self._sends_buffers = own, True
                 for host in self._links.linked:
-                    self._links.send(host, {"kind": "buffers"}, own)
-                self.buffers = own
+                    self._send_buffers(host)
             return self._changed.wait_for(self._has_buffers, seconds)
 
     def _is_first(self, present: Sequence[int]) -> bool:
         has_lost_them = not present and self._has_left  # before the first one has sent them all
         return not has_lost_them and self.rounds.host < min(present, default=self.rounds.host + 1)
 
+    def _send_buffers(self, host: int) -> None:
+        if self._sends_buffers and self.buffers is not None and host not in self._have_buffers:
+            self._links.send(host, {"kind": "buffers"}, self.buffers)
+
     def _has_buffers(self) -> bool:
+        if self._sends_buffers:
+            return self._have_buffers.issuperset(self.rounds.present(time.monotonic()))
         return self.buffers is not None or (self._has_left and not self.rounds.present(time.monotonic()))
 
     def common_values(self) -> dict[int, Move]:
@@ -300,7 +311,9 @@ class HostExchange:
             # Where hosts meet, the one that listens may be started again, and does not know where they are.
             for number, place in {**self._links.places, self.rounds.host: self._links.own_place}.items():
                 if number != host:
-                    self._links.send(host, {"kind": "place", "number": number, "place": place})
+                    kind = "newcomer" if number in self._joined else "place"
+                    self._links.send(host, {"kind": kind, "number": number, "place": place})
+            self._send_buffers(host)
             self._flush()
 
     def failed(self, error: Exception) -> None:
@@ -326,6 +339,7 @@ class HostExchange:
             known = {**self._links.places, self.rounds.host: self._links.own_place}
             known.pop(number, None)
             self._links.add(number, place)
+            self._joined.add(number)
             newcomer = {"kind": "newcomer", "number": number, "place": place}
             for host in self._links.linked:
                 self._links.send(host, newcomer, urgent=True)
@@ -399,6 +413,9 @@ class HostExchange:
                 self._receive_place(host, fields["number"], fields["place"], is_new=kind == "newcomer")
         elif kind == "buffers":
             self.buffers = payload
+            self._links.send(host, {"kind": "has buffers"})
+        elif kind == "has buffers":
+            self._have_buffers.add(host)
         else:
             self.rounds.receive(host, fields, payload, time.monotonic())
 

@@ -365,8 +365,11 @@ class OuterLoop(StepsWithWrapper):
     def _finish(self) -> None:
         self._follow_group()
         nothing: Mapping[int, Move] = {}
+        self._ranks.tell(
+            [], failure=self._failure
+        )  # other hosts wait for this one when all of its ranks are here
         self._of_exchange(lambda exchange: exchange.finish(), otherwise=None)
-        self._wait_for(lambda rounds, now: rounds.all_finished(now))
+        self._wait_for(lambda rounds, now: rounds.can_end(now))
         first = self._of_exchange(lambda exchange: exchange.skip_to_last(), otherwise=0)
         self._wait_for(lambda rounds, _: rounds.decided >= first)
         last = self._of_exchange(lambda exchange: exchange.send_last(), otherwise=0)
@@ -408,7 +411,7 @@ class OuterLoop(StepsWithWrapper):
             return f"host {self._number} waits in finish() for hosts that have finished to send all"
         rounds = ", ".join(f"host {host}: {count} rounds" for host, count in unfinished.items())
         return (
-            f"host {self._number} waits in finish() for hosts {[*unfinished]}, which have more steps "
+            f"host {self._number} waits in finish() for hosts {[*unfinished]}, which have not finished "
             f"({rounds}, here: {self._exchange.rounds.decided} rounds)"
         )
 

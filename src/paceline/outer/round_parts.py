@@ -61,6 +61,8 @@ class Peer:
         asked_at: when it was asked last how far it is.
         is_late: whether a round went on without it, and it has sent nothing since; it is not waited for.
         is_sending: whether a message of it is coming in.
+        agrees: whether its history is known to be this host's, as far as both go.
+        is_linked_anew: whether there is a new connection to it, and no greeting has come there.
         life: what tells this process from an earlier one of the same host; empty until it has said so.
     """
 
@@ -74,6 +76,8 @@ class Peer:
     asked_at: float = -math.inf
     is_late: bool = False
     is_sending: bool = False
+    agrees: bool = True
+    is_linked_anew: bool = False
     life: str = ""
 
 

@@ -12,17 +12,22 @@ number judges: the history in which more changes count stays, and the other host
 
 A decision names each change that counts by a digest, and histories are made of these digests. So a host that
 has other bytes, such as those of a process that was started again, does not take them for the same change.
+
+At the end each host sends one last change of every fragment, from the same round on. A host that has finished
+names the latest round that this can be, as far as it knows, and the last rounds begin when all name the same
+one. Whoever knows that first tells the others before it sends anything.
+
+Anything may be lost with a connection. So what hosts have to know of each other is in every greeting, or is
+sent again over a new connection; a question is asked until it is answered.
 """
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
+from paceline.outer.history import TAIL, History
 from paceline.outer.round_parts import DecidedRound, Fields, Message, OpenRound, Peer, digest_of
 
-# Ends of the history that a greeting tells.
-_TAIL = 32
 # Rounds that are kept for hosts that missed a message.
 _KEPT_TURNS = 2
 _ASK_AGAIN_SECONDS = 1.0
@@ -77,16 +82,15 @@ class Rounds:
         self.accepts_state_from: int | None = None
         self.is_current = is_current
         self.has_finished = False
-        self.passed_over: deque[int] = deque(maxlen=_TAIL)
+        self.passed_over: deque[int] = deque(maxlen=TAIL)
         self._next_round = 0
         self._kept_rounds = _KEPT_TURNS * fragments
         self._state_bytes = state_bytes
         self._open: dict[int, OpenRound] = {}
         self._kept: dict[int, DecidedRound] = {}
-        self._tail: dict[int, str] = {0: beginning}
-        self._decided = 0
-        self._total = 0
+        self._history = History(beginning)
         self._states_received = 0
+        self._questions = 1  # one more after each pause, so that answers to earlier ones are told apart
         self._asked_at = self._moved_at = self._head_since = self._ticked = self._current_host_seen = now
         self._is_late = False  # as in Peer, for this host itself
         self._answers = {
@@ -97,16 +101,17 @@ class Rounds:
             "greeting": self._on_greeting,
         }
         self._unheard: set[int] = set()  # after a pause of this host: who has not answered yet
+        self._first_last: int | None = None  # the round with which the end begins, see can_end
 
     @property
     def decided(self) -> int:
         """How many rounds are decided, and their changes here."""
-        return self._decided
+        return self._history.decided
 
     @property
     def history(self) -> Fields:
         """What another host needs to go on from this one's state."""
-        return {"decided": self._decided, "total": self._total, "tail": [*self._tail.items()]}
+        return self._history.fields
 
     def present(self, now: float) -> list[int]:
         """The other hosts that are not away, and have the common state."""
@@ -129,36 +134,60 @@ class Rounds:
         return [host for host in everyone if host not in came]
 
     def _takes_part(self, host: int, now: float) -> bool:
-        """Whether a round waits for a host: not if it is late, or has finished before all others."""
+        """Whether a round waits for a host: at the end for all that have finished, before for the others."""
         peer = self.peers[host]
-        return not peer.is_late and (not peer.has_finished or self.all_finished(now))
+        return peer.has_finished if self._ends(now) else not (peer.is_late or peer.has_finished)
+
+    def _ends(self, now: float) -> bool:
+        return self._first_last is not None or self.all_finished(now)
 
     def all_finished(self, now: float) -> bool:
         """Whether no host that is present has any more steps; not while it is unknown who is present."""
         finished = [self.peers[host].has_finished for host in self.present(now)]
         return self.has_finished and self.is_current and not self._unheard and all(finished)
 
+    def can_end(self, now: float) -> bool:
+        """Whether the last rounds can begin: the present hosts have finished, and name the same first one.
+
+        It is later than all that were decided, or sent before a host had finished. From then on it is fixed,
+        and hosts that join now are not waited for.
+        """
+        present = [self.peers[host] for host in self.present(now)]
+        all_name_it = all(peer.agrees and peer.next_round == self._next_round for peer in present)
+        if self._first_last is None and self.all_finished(now) and all_name_it:
+            self._first_last = self._next_round
+            self.greet()
+        return self._first_last is not None
+
+    def _know_end(self, least: int) -> None:
+        """If this host has finished: the last rounds cannot begin before this one."""
+        if self.has_finished and self._first_last is None:
+            self._next_round = max(self._next_round, least)
+
     def unfinished(self, now: float) -> dict[int, int]:
-        """The present hosts that have more steps, and how many rounds they have decided."""
+        """The present hosts that have not finished, and how many rounds they have decided."""
         present = {host: self.peers[host] for host in self.present(now)}
         return {host: peer.decided for host, peer in present.items() if not peer.has_finished}
 
-    def first_last_round(self, now: float) -> int:
-        """When all have finished: the first round that no host has sent anything for, the same on all."""
-        return max([self._next_round, *(self.peers[host].next_round for host in self.present(now))])
+    @property
+    def first_last_round(self) -> int:
+        """The round with which the end begins, the same on all hosts; see ``can_end``."""
+        assert self._first_last is not None
+        return self._first_last
 
     def all_decided(self, now: float) -> bool:
-        """Whether the present hosts have decided as many rounds as this one."""
+        """Whether the present hosts have decided what this one has."""
         if self._unheard:
             return False
-        return all(self.peers[host].decided >= self._decided for host in self.present(now))
+        present = [self.peers[host] for host in self.present(now)]
+        return all(peer.agrees and peer.decided >= self.decided for peer in present)
 
     # What this host does.
 
     def offer(self, number: int, change: bytes, now: float) -> None:
         """Send this host's change for a round."""
         self._is_late = False
-        if number >= self._decided:
+        if number >= self.decided:
             self._opened(number, now).put(self.host, change)
         self._tell(self._change(number), change)
         self._decide(now)
@@ -166,7 +195,7 @@ class Rounds:
     def skip(self, number: int, now: float) -> None:
         """Have no change for a round."""
         self._is_late = False
-        if number >= self._decided:
+        if number >= self.decided:
             self._opened(number, now).skipped.add(self.host)
             self._tell({"kind": "skip", "round": number}, urgent=True)
             self._decide(now)
@@ -174,16 +203,15 @@ class Rounds:
     def finish(self, next_round: int, now: float) -> None:
         """Have no more steps; ``next_round`` is the first for which this host has sent nothing."""
         self.has_finished = True
-        self._next_round = next_round
+        self._know_end(max([next_round, self.decided, *(peer.next_round for peer in self.peers.values())]))
         self.greet()
         self._decide(now)
 
     def take_state(self, history: Fields, now: float) -> None:
         """Go on from another host's history."""
-        self._decided, self._total = history["decided"], history["total"]
-        self._tail = {int(number): str(digest) for number, digest in history["tail"]}
+        self._history.take(history)
         self._kept.clear()
-        self._open = {number: each for number, each in self._open.items() if number >= self._decided}
+        self._open = {number: each for number, each in self._open.items() if number >= self.decided}
         for each in self._open.values():
             each.drop(self.host)  # it was made from another state
             each.skipped.add(self.host)
@@ -216,6 +244,8 @@ class Rounds:
         for peer in self.peers.values():
             peer.heard = max(peer.heard, now)
         self._unheard = {*self.present(now)}
+        self._questions += 1
+        self._head_since = now
         self.greet()
 
     # What comes from other hosts.
@@ -225,6 +255,7 @@ class Rounds:
         peer = self.peers.setdefault(host, Peer(now, is_current=False))
         peer.heard = now
         peer.state_sent_at, peer.asked_at = -1, -math.inf
+        peer.agrees, peer.is_linked_anew = False, True
         if self.accepts_state_from == host:
             self.accepts_state_from = None
         self.greet(to=host)
@@ -260,7 +291,7 @@ class Rounds:
         of = int(fields["host"])  # its sender may pass on another host's change
         if of == host:
             self.peers[host].is_late = False  # also if it is too late for this round
-        if fields["round"] < self._decided:
+        if fields["round"] < self.decided:
             return
         opened = self._opened(fields["round"], now)
         is_decided_on = opened.members is not None and opened.members.get(of) == digest_of(payload)
@@ -269,13 +300,13 @@ class Rounds:
 
     def _on_skip(self, host: int, fields: Fields, _: bytes, now: float) -> None:
         self.peers[host].is_late = False
-        if fields["round"] >= self._decided:
+        if fields["round"] >= self.decided:
             self._opened(fields["round"], now).skipped.add(host)
 
     def _on_decision(self, host: int, fields: Fields, _: bytes, now: float) -> None:
         peer = self.peers[host]
         peer.decided = max(peer.decided, fields["round"] + 1)
-        if fields["round"] >= self._decided:
+        if fields["round"] >= self.decided:
             opened = self._opened(fields["round"], now)
             if opened.members is None:
                 opened.members = {int(member): str(digest) for member, digest in fields["members"]}
@@ -283,7 +314,7 @@ class Rounds:
 
     def _on_need(self, host: int, fields: Fields, _: bytes, __: float) -> None:
         """Send what another host lacks to go on: the rounds since, or the whole state."""
-        numbers = range(fields["decided"], self._decided)
+        numbers = range(fields["decided"], self.decided)
         if fields["state"] or not all(number in self._kept for number in numbers):
             self._send_state(host)
             return
@@ -298,18 +329,28 @@ class Rounds:
         peer.decided = fields["decided"]
         peer.is_current, peer.has_finished = fields["current"], fields["finished"]
         peer.next_round = fields["next"]
+        self._know_end(peer.next_round)
+        if self.has_finished and self.is_current and fields["first last"] is not None:
+            self._first_last = fields["first last"]
         peer.states_received = fields["taken"]
         if fields["life"] != peer.life:
             self._forget_earlier_life(host)
             peer.life = fields["life"]
-        if fields["echo"]:
-            self.greet(to=host, is_answer=True)
-        if fields["answer"]:
+        if fields["asks"]:
+            self.greet(to=host, answers=fields["asks"])
+        if fields["answers"] == self._questions:
             self._unheard.discard(host)
+        if peer.is_linked_anew and self.is_current and peer.decided > self.decided:
+            self._need(host, now, state=False)  # what was on its way may be lost
+        peer.is_linked_anew = False
         if self.is_current and peer.is_current:
             self._compare(host, fields, now)
-        elif self.is_current and self.host == min([self.host, *self.present(now)]):
+        elif self.is_current and self._first_last is None and self._is_first(now):
             self._send_state(host)  # it is new here
+
+    def _is_first(self, now: float) -> bool:
+        """Whether this host has the lowest number of those that are present."""
+        return self.host == min([self.host, *self.present(now)])
 
     def _forget_earlier_life(self, host: int) -> None:
         """A host was started again: what it has sent before, it sends anew, if it has not counted yet."""
@@ -320,15 +361,13 @@ class Rounds:
 
     def _compare(self, host: int, fields: Fields, now: float) -> None:
         """Judge between two histories that differ, if this host has the lower number."""
-        theirs = {int(number): str(digest) for number, digest in fields["tail"]}
-        common = theirs.keys() & self._tail.keys()
-        if common and all(theirs[number] == self._tail[number] for number in common):
+        peer = self.peers[host]
+        peer.agrees = self._history.agrees_with(fields)
+        if peer.agrees or self.host > host:
             return
-        if self.host > host:
-            return
-        if not fields["answer"]:  # it may have waited on its way, so it need not be how things are now
+        if not fields["answers"]:  # it may have waited on its way, so it need not be how things are now
             self._ask_how_it_is(host, now)
-        elif fields["total"] > self._total:
+        elif fields["total"] > self._history.total:
             self._ask_for_state(host, now)
         else:
             self._send_state(host)
@@ -337,7 +376,7 @@ class Rounds:
         peer = self.peers[host]
         if now - peer.asked_at > self.grace:
             peer.asked_at = now
-            self.greet(to=host, echo=True)
+            self.greet(to=host, asks=True)
 
     def _send_state(self, host: int) -> None:
         peer = self.peers[host]
@@ -352,7 +391,7 @@ class Rounds:
 
     def _ask_if_behind(self, now: float) -> None:
         """Ask for what is missing if other hosts are ahead and nothing comes."""
-        ahead = [host for host in self.present(now) if self.peers[host].decided > self._decided]
+        ahead = [host for host in self.present(now) if self.peers[host].decided > self.decided]
         if not ahead or not self.is_current or any(self.peers[host].is_sending for host in ahead):
             self._moved_at = now
         elif now - max(self._moved_at, self._asked_at) > _ASK_AGAIN_SECONDS:
@@ -360,23 +399,17 @@ class Rounds:
 
     def _need(self, host: int, now: float, *, state: bool) -> None:
         self._asked_at = now
-        self.outbox.append(Message(host, {"kind": "need", "decided": self._decided, "state": state}))
+        self.outbox.append(Message(host, {"kind": "need", "decided": self.decided, "state": state}))
 
     def may_take_state_from(self, host: int, history: Fields) -> bool:
         """Whether a state that has come is one to go on from: asked for, ahead, or sent by a judge.
 
         Not if this host has caught up with it meanwhile: its changes that are under way would be lost.
         """
-        if self.is_current and self._knows(history):
+        if self.is_current and self._history.includes(history):
             return False
-        is_ahead = self.peers[host].decided > self._decided
+        is_ahead = self.peers[host].decided > self.decided
         return host == self.accepts_state_from or host < self.host or is_ahead or not self.is_current
-
-    def _knows(self, history: Fields) -> bool:
-        """Whether a history is this host's own, or how that began."""
-        number = history["decided"]
-        theirs = {int(each): str(digest) for each, digest in history["tail"]}
-        return number in self._tail and theirs.get(number) == self._tail[number]
 
     def refuse_state(self, host: int) -> None:
         """Do not go on from a state that has come; its host may send another one."""
@@ -388,8 +421,9 @@ class Rounds:
     # Decisions.
 
     def _decide(self, now: float) -> None:
+        self.notice_pause(now)
         while self.is_current:
-            opened = self._open.get(self._decided)
+            opened = self._open.get(self.decided)
             if opened is None:
                 return
             self._withdraw_if_lost(opened, now)
@@ -397,14 +431,14 @@ class Rounds:
                 return  # a change may still be on its way here
             assert opened.members is not None
             changes = {host: opened.changes[host] for host in opened.members}
-            self._close(DecidedRound(self._decided, changes, opened.members))
+            self._close(DecidedRound(self.decided, changes, opened.members))
             self._moved_at = self._head_since = now
 
     def _withdraw_if_lost(self, opened: OpenRound, now: float) -> None:
         """Take back a decision on changes that no present host has: its host was lost just then."""
         if opened.members is None or opened.is_whole() or now - opened.told_at <= self.grace:
             return
-        if not any(self.peers[host].decided > self._decided for host in self.present(now)):
+        if not any(self.peers[host].decided > self.decided for host in self.present(now)):
             opened.members = None
             self._head_since = now
 
@@ -412,21 +446,21 @@ class Rounds:
         """Whether it is decided who counts; the coordinator decides."""
         if opened.members is None and self._may_decide(now) and self._is_complete(opened, now):
             opened.members = {host: str(opened.digest(host)) for host in sorted(opened.changes)}
-            self.outbox.append(Message(None, _decision(self._decided, opened.members), urgent=True))
+            self.outbox.append(Message(None, _decision(self.decided, opened.members), urgent=True))
         return opened.members is not None
 
     def _may_decide(self, now: float) -> bool:
         if self._unheard:
             return False
         present = self.present(now)
-        if any(self.peers[host].decided > self._decided for host in present):
+        if any(self.peers[host].decided > self.decided for host in present):
             return False
-        level = [host for host in present if self.peers[host].decided == self._decided]
+        level = [host for host in present if self.peers[host].decided == self.decided]
         return self.host == min([self.host, *level])
 
     def _is_complete(self, opened: OpenRound, now: float) -> bool:
         """Whether a round has waited enough."""
-        missing = self.missing(self._decided, now)
+        missing = self.missing(self.decided, now)
         graces = _LONGEST_GRACES if any(self.peers[host].is_sending for host in missing) else 1
         if now - max(opened.since, self._head_since) > graces * self.grace:
             for host in missing:
@@ -434,7 +468,7 @@ class Rounds:
             self._is_late = self.host not in {*opened.changes, *opened.skipped}
             return True
         came = {*opened.changes, *opened.skipped}
-        takes_part = not self._is_late and (not self.has_finished or self.all_finished(now))
+        takes_part = self._ends(now) or not (self._is_late or self.has_finished)
         own_is_missing = takes_part and self.host not in came
         return not own_is_missing and not missing
 
@@ -446,12 +480,8 @@ class Rounds:
             self.passed_over.append(number)
         self._open.pop(number)
         self._keep(decided)
-        self._decided = number + 1
-        self._total += len(decided.changes)
-        before = self._tail[number]
-        words = f"{before} {[*decided.digests.items()]}".encode()
-        self._tail[self._decided] = hashlib.sha256(words).hexdigest()[:16]
-        self._tail.pop(self._decided - _TAIL, None)
+        self._history.add(decided.digests)
+        self._know_end(self.decided)
         self.ready.append(decided)
 
     def _keep(self, decided: DecidedRound) -> None:
@@ -470,14 +500,14 @@ class Rounds:
     def _tell(self, fields: Fields, payload: bytes = b"", *, urgent: bool = False) -> None:
         self.outbox.append(Message(None, fields, payload, urgent))
 
-    def greet(self, *, to: int | None = None, echo: bool = False, is_answer: bool = False) -> None:
+    def greet(self, *, to: int | None = None, asks: bool = False, answers: int = 0) -> None:
         """Tell hosts how far this one is; call this a few times per grace period.
 
         Args:
             to: the host; None for all.
-            echo: whether they are to answer. They also are as long as not all have that this host has to hear
+            asks: whether they are to answer. They also are as long as not all have that this host has to hear
                 after a pause, because a question is lost with its connection.
-            is_answer: whether it is one.
+            answers: the question that this answers; 0 if none.
         """
         fields = {
             **self.history,
@@ -487,11 +517,12 @@ class Rounds:
             "next": self._next_round,
             "taken": self._states_received,
             "life": self._life,
-            "echo": echo or (bool(self._unheard) and not is_answer),
-            "answer": is_answer,
+            "first last": self._first_last,
+            "asks": self._questions if asks or (self._unheard and not answers) else 0,
+            "answers": answers,
         }
         # An answer comes after all that was sent before, so that its reader knows it.
-        self.outbox.append(Message(to, fields, urgent=not is_answer))
+        self.outbox.append(Message(to, fields, urgent=not answers))
 
 
 def _decision(number: int, digests: Mapping[int, str]) -> Fields:

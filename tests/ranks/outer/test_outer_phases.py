@@ -140,7 +140,8 @@ def test_finish_says_for_which_hosts_it_waits(tmp_path: Path) -> None:
     assert len(said) >= 2
     for words in said[:2]:
         assert words == (
-            "host 0 waits in finish() for hosts [1], which have more steps (host 1: 0 rounds, here: 0 rounds)"
+            "host 0 waits in finish() for hosts [1], which have not finished "
+            "(host 1: 0 rounds, here: 0 rounds)"
         )
 
 

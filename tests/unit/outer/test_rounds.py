@@ -1,168 +1,14 @@
 """Who counts in which round: hosts that are slow, stopped, cut off from each other, or new."""
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from simulated_hosts import FRAGMENTS, GRACE, TICK, Network
 
-from paceline.outer.round_parts import Message
 from paceline.outer.rounds import Rounds
-
-GRACE = 2.0
-TICK = 0.1
-FRAGMENTS = 2
-
-
-class SimulatedHost:
-    """A host that offers a round every second, a few at a time, and notes what is decided."""
-
-    def __init__(
-        self,
-        number: int,
-        others: Sequence[int],
-        *,
-        is_current: bool = True,
-        life: str = "first",
-        now: float = 0,
-    ) -> None:
-        self.rounds = Rounds(
-            number, others, fragments=FRAGMENTS, grace=GRACE, now=now, is_current=is_current, life=life
-        )
-        self.life = life
-        self.log: list[list[int]] = []
-        self.contents: list[list[bytes]] = []
-        self.states = 0
-        self.next_round = 0
-        self.is_stopped = False
-        self.pace = 1.0
-        self._offered_at = 0.0
-
-    def run(self, now: float) -> None:
-        self.rounds.tick(now)
-        self.rounds.greet()
-        is_due = self.rounds.is_current and now - self._offered_at >= self.pace
-        if is_due and self.next_round < self.rounds.decided + FRAGMENTS:
-            self._offered_at = now
-            change = f"{self.rounds.host}:{self.next_round}:{self.life}".encode()
-            self.rounds.offer(self.next_round, change, now)
-            self.next_round += 1
-
-    def note(self) -> None:
-        while self.rounds.ready:
-            decided = self.rounds.ready.pop(0)
-            assert decided.number == len(self.log)
-            for host, change in decided.changes.items():
-                assert change.startswith(f"{host}:{decided.number}:".encode())
-            self.log.append([*decided.changes])
-            self.contents.append([*decided.changes.values()])
-            self.next_round = max(self.next_round, decided.number + 1)
-
-    def take(self, host: int, fields: Mapping[str, Any], now: float) -> None:
-        if not self.rounds.may_take_state_from(host, fields["history"]):
-            self.rounds.refuse_state(host)
-        else:
-            self.states += 1
-            self.log = [[*members] for members in fields["log"]]
-            self.contents = [*fields["contents"]]
-            self.next_round = max(self.next_round, fields["next"])
-            self.rounds.take_state(fields["history"], now)
-            for number in range(self.rounds.decided, self.next_round):
-                self.rounds.skip(number, now)
-
-
-class Network:
-    """Hosts and the wires between them; what is on a wire that is cut waits."""
-
-    def __init__(self, count: int) -> None:
-        self.hosts: dict[int, SimulatedHost] = {}
-        self.wires: dict[tuple[int, int], deque[tuple[Mapping[str, Any], bytes]]] = {}
-        self.cut: set[frozenset[int]] = set()
-        self.now = 0.0
-        for number in range(count):
-            self.add(number, [other for other in range(count) if other != number])
-
-    def add(self, number: int, others: Sequence[int], *, is_current: bool = True) -> None:
-        self.hosts[number] = SimulatedHost(number, others, is_current=is_current)
-        for other in others:
-            for pair in ((number, other), (other, number)):
-                self.wires.setdefault(pair, deque())
-
-    def run(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            self.now += TICK
-            for number, host in self.hosts.items():
-                if not host.is_stopped:
-                    host.run(self.now)
-                    self.settle(number)
-            self._deliver()
-
-    def settle(self, number: int) -> None:
-        """Do what a host's driver does after each event."""
-        host = self.hosts[number]
-        host.note()
-        for to in host.rounds.state_for:
-            history = {**host.rounds.history, "tail": [[*pair] for pair in host.rounds.history["tail"]]}
-            fields = {
-                "kind": "state", "history": history, "log": [*host.log], "next": host.next_round,
-                "contents": [*host.contents],
-            }  # fmt: skip
-            self.wires[number, to].append((fields, b""))
-        host.rounds.state_for.clear()
-        for message in host.rounds.outbox:
-            self._send(number, message)
-        host.rounds.outbox.clear()
-
-    def _send(self, number: int, message: Message) -> None:
-        targets = [other for other in self.hosts if other != number] if message.to is None else [message.to]
-        for other in targets:
-            self.wires[number, other].append((message.fields, message.payload))
-
-    def _deliver(self) -> None:
-        for (source, target), wire in self.wires.items():
-            host = self.hosts[target]
-            if host.is_stopped or frozenset((source, target)) in self.cut:
-                continue
-            while wire:
-                fields, payload = wire.popleft()
-                if source not in host.rounds.peers:
-                    host.rounds.linked(source, self.now)
-                host.rounds.heard(source, self.now)
-                if fields["kind"] == "state":
-                    host.take(source, fields, self.now)
-                else:
-                    host.rounds.receive(source, fields, payload, self.now)
-                self.settle(target)
-
-    def cut_wire(self, one: int, other: int) -> None:
-        self.cut.add(frozenset((one, other)))
-
-    def lose(self, one: int, other: int) -> None:
-        """Lose all that is on the wire, as a connection that breaks does, and connect again."""
-        for pair in ((one, other), (other, one)):
-            self.wires[pair].clear()
-            self.hosts[pair[0]].rounds.linked(pair[1], self.now)
-
-    def start_again(self, number: int) -> None:
-        """Lose a host's process, and have another one take its place at once."""
-        others = [other for other in self.hosts if other != number]
-        self.hosts[number] = SimulatedHost(number, others, is_current=False, life="second", now=self.now)
-        for other in others:
-            self.lose(number, other)
-
-    @property
-    def logs(self) -> list[list[list[int]]]:
-        """What each host has decided, as far as all have."""
-        shortest = min(len(host.log) for host in self.hosts.values())
-        return [host.log[:shortest] for host in self.hosts.values()]
-
-    def all_agree(self) -> bool:
-        shortest = len(self.logs[0])
-        contents = [host.contents[:shortest] for host in self.hosts.values()]
-        return all(log == self.logs[0] for log in self.logs) and all(each == contents[0] for each in contents)
 
 
 def test_all_hosts_that_are_there_count_in_every_round() -> None:
@@ -270,18 +116,14 @@ def test_a_host_that_has_finished_is_not_waited_for_until_all_have() -> None:
     network = Network(2)
     network.run(5)
     first, second = network.hosts[0], network.hosts[1]
-    second.pace = float("inf")
-    second.rounds.finish(second.next_round, network.now)
+    network.finish(1)
     network.run(5)
     assert first.log[-1] == [0]
+    assert not second.has_ended
     assert network.all_agree()
-    first.pace = float("inf")
-    first.rounds.finish(first.next_round, network.now)
+    network.finish(0)
     network.run(1)
-    assert first.rounds.all_finished(network.now)
-    assert second.rounds.all_finished(network.now)
-    last = [host.rounds.first_last_round(network.now) for host in (first, second)]
-    assert last == [first.next_round] * 2, "hosts agree on the rounds that end the training"
+    assert network.ended_alike()
 
 
 def test_a_round_that_all_hosts_skip_is_decided_with_nobody() -> None:
@@ -388,11 +230,9 @@ def test_a_host_that_was_stopped_asks_again_if_its_question_was_lost(stopped: in
     network.run(10)
     assert network.all_agree()
     assert network.hosts[0].log[-1] == [0, 1]
-    for host in network.hosts.values():
-        host.pace = float("inf")
-        host.rounds.finish(host.next_round, network.now)
+    network.finish()
     network.run(1)
-    assert all(host.rounds.all_finished(network.now) for host in network.hosts.values())
+    assert network.ended_alike()
 
 
 def test_the_others_go_on_while_the_host_that_decides_does_something_else() -> None:
@@ -463,9 +303,8 @@ def test_a_message_that_never_ends_is_not_waited_for_without_limit() -> None:
 
 def test_a_host_asks_for_nothing_while_a_message_is_coming_in() -> None:
     rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
-    greeting = {**rounds.history, "kind": "greeting", "current": True, "finished": False, "next": 0}
-    greeting |= {"taken": 0, "life": "", "echo": False, "answer": False}
-    rounds.receive(1, {**greeting, "decided": 1}, b"", 0.0)
+    rounds.greet()
+    rounds.receive(1, {**rounds.outbox.pop().fields, "decided": 1}, b"", 0.0)
     wait_with_a_message_coming_in(rounds, 0.0, GRACE)
     assert not any(message.fields["kind"] == "need" for message in rounds.outbox)
     for tick in range(int(GRACE / TICK), int(2 * GRACE / TICK)):
