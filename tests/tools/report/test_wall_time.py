@@ -5,6 +5,7 @@ Pauses are long, so that they are pauses on a busy machine too.
 
 import io
 import json
+import re
 import statistics
 import time
 from collections import Counter
@@ -556,6 +557,38 @@ def test_headline_and_suggestions_have_one_share(tmp_path: Path) -> None:
     assert advice.evidence.endswith(f": {told}% of the wall time")
 
 
+@pytest.mark.parametrize(
+    ("run", "kind", "part"),
+    [
+        (Run(ranks=2, data=150), "between steps", "data loading and other"),
+        (Run(ranks=2, loader=150), "data", "DataLoader"),
+        (Run(ranks=2, loss=150), "loss", "loss"),
+        (Run(ranks=2, join=150), "join", "waiting in join"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_headline_and_suggestion_have_one_share_of_the_usual_step(
+    tmp_path: Path, run: Run, kind: str, part: str
+) -> None:
+    # Rank 0 spends more, and pauses once.
+    slow = [
+        Slow(0, 40, step, step + 1, part) for step in range(0, 60, 4) for part in ("data", "loader", "loss")
+    ]
+    once = Slow(0, 500, 31, 32, "data")
+    found = analysed(replace(run, steps=60, slow=[*slow, once]), tmp_path)
+    [told] = re.findall(r"\((\d+%)(?: of the usual step)?\)", found.summary)
+    [advice] = [each for each in found.suggestions if each.kind == kind]
+    assert f"({told} of a step)" in advice.evidence
+    assert advice.saves_at_most_ms < found.parts[part]
+
+
+def test_of_time_between_steps_a_part_has_another_name_than_all_of_it(tmp_path: Path) -> None:
+    found = analysed(Run(ranks=1, steps=60, data=80, loader=20, logging=20), tmp_path)
+    assert "most of it in data loading and other (52%)" in found.summary
+    [advice] = [each for each in found.suggestions if each.kind == "between steps"]
+    assert "(65% of a step) is spent between the optimizer and the next forward" in advice.evidence
+
+
 def test_if_all_ranks_pause_at_once_or_nobody_has_to_wait_no_other_rank_waits(tmp_path: Path) -> None:
     at_once = [PauseEvery(rank, 450, 10) for rank in (0, 1)]
     [pauses] = analysed(Run(ranks=2, steps=61, pauses=at_once), tmp_path / "at once").pauses
@@ -662,10 +695,8 @@ def test_what_is_too_short_for_a_pause_has_a_name(tmp_path: Path, column: StepCo
 
 
 def test_waiting_in_join_comes_first_if_it_is_most(tmp_path: Path) -> None:
-    write(
-        Run(ranks=1, steps=30, kinds={(step, 0): StepKind.NO_INPUTS for step in range(30)}, data=50), tmp_path
-    )
-    [(_, found)] = analyse_recording(tmp_path)
+    kinds = {(step, rank): StepKind.NO_INPUTS for step in range(30) for rank in range(2)}
+    found = analysed(Run(ranks=2, steps=30, kinds=kinds, data=50), tmp_path)
     assert found.parts["data loading and other"] == 0
     assert "is waiting in join" in found.summary
 
