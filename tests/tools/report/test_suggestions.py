@@ -157,7 +157,13 @@ def test_if_nothing_stands_out_nothing_is_suggested() -> None:
             "after 50% of the averaged backward passes, and buckets are in flight for 40.0 ms of 100 ms (40%",
         ),
         (fine(without_inputs=0.1), "uneven", "same number of batches", "10% of the steps"),
-        (fine(lost=0.01), "lost", "errors", "1.0% of the steps"),
+        (fine(lost=0.01), "lost", "a rank raised an error, ended or stopped", "1.0% of the steps"),
+        (
+            fine(lost=0.01, pauses=[replace(PAUSES, cause="lost steps")]),
+            "pauses: lost steps",
+            "waited in vain: a rank raised an error, ended or stopped",
+            "20 pauses for lost steps",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import DistributedDataParallel
-from paceline.recording.rows import StepColumn
+from paceline.recording.ring_buffer import Header
+from paceline.recording.rows import StepColumn, SumColumn
 from paceline.testing import RankPool
 from paceline.tools.main import main
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
@@ -756,3 +758,59 @@ def test_terminal_and_json_tell_the_pauses(tmp_path: Path) -> None:
     [found] = json.loads(CliRunner().invoke(main, ["report", str(tmp_path), "--json"]).stdout)
     assert found["pauses"][0]["cause"] == "evaluation"
     assert sum(found["parts"].values()) == pytest.approx(found["wall_ms"] / 200, rel=1e-3)
+
+
+def lose_last(folder: Path, *, ms: int, kind: StepKind) -> None:
+    """The last step of rank 0 is lost, after it has waited in vain; rank 1 has not ended it."""
+    for rank in range(2):
+        path = folder / f"rank{rank}-wrapper0-plan1.rows"
+        cells = array("q", path.read_bytes())
+        rows = len(Header) + cells[Header.SUM_CAPACITY] * len(SumColumn)
+        last = rows + (cells[Header.ROWS] - 1) * cells[Header.COLUMNS]
+        for column in (StepColumn.ALL_REDUCED, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END):
+            cells[last + column] = 0
+        cells[last + StepColumn.OPTIMIZER] = 0
+        cells[last + StepColumn.KIND] = kind
+        cells[last + StepColumn.END] = cells[last + StepColumn.BACKWARD_END] + ms * 1_000_000
+        if rank == 1:
+            cells[Header.ROWS] -= 1
+        path.write_bytes(cells.tobytes())
+
+
+@pytest.mark.parametrize("kind", [StepKind.LOST, StepKind.LOST | StepKind.NO_INPUTS])
+def test_the_wait_in_a_lost_step_is_a_pause_and_no_exposed_communication(
+    tmp_path: Path, kind: StepKind
+) -> None:
+    lose_last(write(Run(ranks=2, steps=60), tmp_path), ms=6000, kind=kind)
+    [(run, found)] = analyse_recording(tmp_path)
+    [pauses] = found.pauses
+    assert (pauses.cause, list(pauses.ranks), pauses.count) == ("lost steps", [0], 1)
+    assert (pauses.longest_ms, pauses.longest_step) == (pytest.approx(6000), 59)
+    assert found.parts["exposed communication"] == pytest.approx(2, abs=0.1)
+    assert found.summary.startswith("Pauses take ")
+    kinds = [each.kind for each in found.suggestions]
+    assert "pauses: lost steps" in kinds
+    assert "lost" not in kinds
+    for timeline, rank in zip(run.timelines, found.ranks, strict=True):
+        assert sum(rank.parts.values()) * len(timeline) == pytest.approx(wall_ms(timeline), rel=1e-6)
+    [own] = rank_wall_times(run)[0].pauses
+    assert own.start == run.timelines[0][StepColumn.BACKWARD_END][-1]
+
+
+def test_a_short_wait_in_a_lost_step_is_no_pause(tmp_path: Path) -> None:
+    lose_last(write(Run(ranks=2, steps=60), tmp_path), ms=20, kind=StepKind.LOST)
+    [(_, found)] = analyse_recording(tmp_path)
+    assert found.pauses == []
+    assert "lost" in [each.kind for each in found.suggestions]
+
+
+def test_a_lost_steps_wait_for_a_rank_that_paused_counts_once(tmp_path: Path) -> None:
+    pause = Slow(1, 3000, 58, 59, "data")
+    lose_last(write(Run(ranks=2, steps=60, buffers=1.0, slow=[pause]), tmp_path), ms=6000, kind=StepKind.LOST)
+    [(run, found)] = analyse_recording(tmp_path)
+    waiting = rank_wall_times(run)[0]
+    [own] = waiting.pauses
+    assert (str(own.cause), own.nanoseconds) == ("lost steps", pytest.approx(9001e6, rel=1e-3))
+    assert waiting.paused == sum(waiting.times[StepPart.PAUSE])
+    assert min(map(min, waiting.times.values())) >= 0
+    assert sum(found.ranks[0].parts.values()) * 59 == pytest.approx(wall_ms(run.timelines[0]), rel=1e-6)

@@ -83,7 +83,7 @@ class RunAnalysis:
             rank became a straggler.
         figures_to_step: the last step that they are taken from.
         figures_steps: how many steps they are taken from.
-        lost_steps: how many detailed steps were lost, because of an error.
+        lost_steps: how many detailed steps were lost: they ended without averages.
         steps_done_again: how many of these were done again, after ranks had been replaced or left out.
         steps_without_inputs: in how many detailed steps a rank had no inputs left.
         step_ms: first quartile of the steps of all ranks without pauses, their mean, and third quartile.

@@ -340,6 +340,7 @@ _PAUSE_ADVICE = {
     PauseCause.DATA: "Keep the DataLoader ready: persistent_workers=True, more workers",
     PauseCause.CODE: "See what your code does there: evaluation, logging, loading data, waiting for others",
     PauseCause.HEALING: "Look at why ranks were lost",
+    PauseCause.LOST: "Look at why the others waited in vain: a rank raised an error, ended or stopped",
 }
 
 
@@ -371,8 +372,8 @@ def _uneven(facts: RunFacts) -> Iterator[Suggestion]:
         change = "Give all ranks the same number of batches"
         evidence = f"in {percent(facts.without_inputs)} of the steps a rank had no inputs left"
         yield Suggestion("uneven", change, evidence, facts.step * facts.without_inputs / facts.ranks)
-    if facts.lost:
-        change = "Look at the errors that the ranks raised"
+    if facts.lost and PauseCause.LOST not in [each.cause for each in facts.large_pauses]:
+        change = "Look at why steps were lost: a rank raised an error, ended or stopped"
         evidence = f"{percent(facts.lost)} of the steps were lost: they ended without averaged gradients"
         yield Suggestion("lost", change, evidence, 0.0)
 

@@ -32,7 +32,7 @@ _PARTS: Mapping[StepPart, str] = {
     StepPart.EVALUATION: "the wrapper's forward under torch.no_grad: evaluation, or inputs of another module",
     StepPart.SAVING: "torch's function, in the thread that calls forward: saving a checkpoint, for example",
     StepPart.PAUSE: "time outside of forward, backward and optimizer that exceeds the usual by more than a "
-    "whole step",
+    "whole step, and as long waits of a step that was lost",
 }
 
 # By what the page calls them, in lower case.
@@ -47,7 +47,7 @@ TERMS: Mapping[str, str] = {
     "in flight": "of a bucket: launched, and not reduced yet",
     "per second": "what ddp.recorder.count has counted on all ranks together, by default samples",
     "steps": "backward passes that average gradients; a lost step ended without averages, because a rank "
-    "raised an error or was lost",
+    "raised an error, ended or stopped",
     "straggler": "a rank that the others wait for in most steps, because of what it does by itself",
     "delay": "how much later than the median of the other ranks a rank comes to this point, where ranks "
     "wait for each other; below zero, it is earlier",
