@@ -181,6 +181,14 @@ def test_a_folder_that_cannot_be_written_to_has_a_plan_without_a_page(folder: Pa
     assert asked.exit_code != 0
 
 
+def test_a_page_in_a_folder_that_does_not_exist_is_one_line_that_names_it(folder: Path) -> None:
+    page = folder / "missing" / "page.html"
+    result = plan(folder, "--hook", "none", "-o", page)
+    assert result.exit_code == 1
+    words = f"no such folder (file: {page}, folder: {page.parent})"
+    assert result.output == f"Error: the file cannot be made, because there is {words}\n"
+
+
 def test_one_host_is_not_hosts(folder: Path) -> None:
     assert plan(folder, "--hosts", "1", "--hook", "none").exit_code == 0
     assert "on 1 host takes" in (folder / "plan.html").read_text()
