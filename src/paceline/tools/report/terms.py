@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from paceline.tools.report.step_parts import StepPart
 
 _PARTS: Mapping[StepPart, str] = {
-    StepPart.ACCUMULATION: "earlier forward and backward passes of the same step, whose gradients are not "
-    "averaged yet, with what is between them and has no other name",
+    StepPart.ACCUMULATION: "earlier forwards (and backwards) of the same step, under no_sync or before one "
+    "backward over several forwards, with what is between them and has no other name",
     StepPart.BUFFERS: "ranks get rank 0's module buffers, such as the running averages of BatchNorm, before "
     "forward; a rank that is early waits here",
     StepPart.FORWARD: "the module's forward",
