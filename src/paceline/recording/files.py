@@ -42,7 +42,14 @@ def new_file(path: Path) -> Iterator[int]:
     """
     _check_replaceable(path)
     unfinished = path.with_name(f".paceline-{secrets.token_hex(8)}.part")
-    file = os.open(unfinished, _NEW_FILE, _OWNER_ONLY_FILE)
+    try:
+        file = os.open(unfinished, _NEW_FILE, _OWNER_ONLY_FILE)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the file cannot be made, because there is no such folder (file: {path}, folder: {path.parent})"
+        ) from error
+    except OSError as error:  # it names a file that the user does not know
+        raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         with contextlib.suppress(PermissionError):  # some file systems have no modes
             os.fchmod(file, _OWNER_ONLY_FILE)

@@ -181,6 +181,21 @@ def test_a_folder_that_cannot_be_written_to_has_a_plan_without_a_page(folder: Pa
     assert asked.exit_code != 0
 
 
+def test_a_page_in_a_folder_that_does_not_exist_is_one_line_that_names_it(folder: Path) -> None:
+    page = folder / "missing" / "page.html"
+    result = plan(folder, "--hook", "none", "-o", page)
+    assert result.exit_code == 1
+    words = f"no such folder (file: {page}, folder: {page.parent})"
+    assert result.output == f"Error: the file cannot be made, because there is {words}\n"
+
+
+def test_on_one_host_hooks_change_nothing(folder: Path) -> None:
+    result = plan(folder, "--hosts", "1", "--json")
+    found = json.loads(result.stdout)
+    assert len({each["step_ms"] for each in found["predictions"]}) == 1
+    assert found["choices"] == [{"hosts": 1, "hook": "none", "why": "on one host, hooks change nothing"}]
+
+
 def test_one_host_is_not_hosts(folder: Path) -> None:
     assert plan(folder, "--hosts", "1", "--hook", "none").exit_code == 0
     assert "on 1 host takes" in (folder / "plan.html").read_text()
@@ -229,7 +244,38 @@ def test_a_wrapper_of_one_rank_does_not_hide_one_that_communicates(tmp_path: Pat
     write(replace(SHORT, ranks=1, module="Alone", group=[0], backward=90.0), tmp_path)
     write(replace(SHORT, steps=40, module="Together", wrapper=1), tmp_path)
     result = plan(tmp_path, "--hook", "none", "--json")
-    assert json.loads(result.stdout)["recorded"]["module"] == "Together"
+    found = json.loads(result.stdout)["recorded"]
+    assert (found["module"], found["other_modules"]) == ("Together", ["Alone"])
+
+
+def test_wrappers_that_are_not_in_the_plan_are_named(tmp_path: Path) -> None:
+    write(replace(SHORT, module="Generator"), tmp_path)
+    write(replace(SHORT, steps=40, module="[b]Critic\x1b", wrapper=1), tmp_path)
+    words = "the plan is for Generator: what other wrappers exchange is not in it ([b]Critic"
+    assert words + r"\x1b)" in plan(tmp_path, "--hook", "none").output
+    assert words in (tmp_path / "plan.html").read_text()
+
+
+def test_a_module_that_went_on_with_fewer_ranks_is_no_other_wrapper(tmp_path: Path) -> None:
+    write(replace(SHORT, ranks=3), tmp_path)
+    write(replace(SHORT, generation=1, first_step=101, start=9_000_000_000_000), tmp_path)
+    assert read_steps(tmp_path).other_modules == []
+
+
+def test_a_recording_in_join_says_that_its_exchange_between_hosts_is_left_out(tmp_path: Path) -> None:
+    words = "recorded in join: what hosts tell each other there is not in the plan"
+    joined, other = write(replace(SHORT, join=1.0), tmp_path / "a"), write(SHORT, tmp_path / "b")
+    assert words in plan(joined, "--hook", "none").output
+    assert words in (joined / "plan.html").read_text()
+    assert words not in plan(other, "--hook", "none").output
+
+
+def test_of_one_rank_without_steps_there_is_no_word_of_several(tmp_path: Path) -> None:
+    write(replace(SHORT, ranks=3), tmp_path)
+    for path in tmp_path.glob("rank1-*"):
+        path.unlink()
+    words = "rank 1 recorded no steps, and what it does is not in the plan"
+    assert read_steps(tmp_path).notes == [words]
 
 
 @pytest.mark.parametrize("has_files", [False, True])

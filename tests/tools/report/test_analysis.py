@@ -215,6 +215,17 @@ def test_without_an_optimizer_of_torch_time_after_backward_is_not_data_loading(a
     assert [each.kind for each in found.suggestions] == ["between steps"]
 
 
+@pytest.mark.parametrize(("since", "is_told"), [(4, False), (8, False), (9, True), (40, True)])
+def test_steps_before_a_straggler_have_a_time_if_they_are_not_few(
+    analysed: Analyse, since: int, *, is_told: bool
+) -> None:
+    found = analysed(Run(ranks=2, steps=100, slow=[Slow(1, 30, since=since)]))  # the first step is left out
+    [late] = found.stragglers
+    assert late.first_step == since
+    assert (late.other_step_ms is not None) == is_told
+    assert (" ms before)" in found.summary) == is_told
+
+
 @pytest.mark.parametrize("steps", [2, 3, 8])
 def test_in_few_steps_nobody_is_a_straggler(analysed: Analyse, steps: int) -> None:
     found = analysed(Run(ranks=2, steps=steps, slow=[Slow(1, 50)]))

@@ -86,9 +86,38 @@ def test_samples_of_one_line_are_put_together_and_nothing_can_act_on_a_terminal(
     [rank] = last.ranks
     assert rank.lines[1:] == [
         "-59 s to -20 s  steps 4 to 8, outside of forward and backward: train.py:46 in main",
-        "-19 s to -0 s  steps 8 to 10, outside of forward and backward: train.py:31 in load�[31m<b>",
+        "-19 s to 0 s  steps 8 to 10, outside of forward and backward: train.py:31 in load�[31m<b>",
     ]
     assert rank.stack == ["train.py:31 in load", "train.py:50 in main"]
+
+
+def lines(folder: Path, samples: list[tuple[float, int]]) -> list[str]:
+    """The lines of samples, each of another place in a script: seconds and step."""
+    page = RankPage(0, folder)
+    for number, (at, step) in enumerate(samples):
+        page.add_sample(
+            Sample(int(at * SECOND), Activity.OUTSIDE, step, -1, f"train.py:{number // 2} in main")
+        )
+    last = last_minute(read_pages(folder))
+    assert last is not None
+    return [line.partition(", ")[0] for line in last.ranks[0].lines[1:]]
+
+
+def test_a_time_is_told_once_if_it_is_both_the_first_and_the_last(tmp_path: Path) -> None:
+    found = lines(tmp_path, [(90, 4), (95, 4), (98, 5), (98.2, 5), (99.8, 5), (100, 5)])
+    assert found == ["-10 s to -5 s  step 4", "-2 s  step 5", "0 s  step 5"]
+
+
+def test_before_the_first_step_there_is_no_number_of_a_step(tmp_path: Path) -> None:
+    found = lines(tmp_path, [(90, -1), (95, -1), (98, -1), (100, 2)])
+    assert found == ["-10 s to -5 s  before the first step", "-2 s to 0 s  until step 2"]
+    page = RankPage(1, tmp_path)
+    page.mark(Activity.WRAPPING, 1)
+    page.beat(80 * SECOND, usual_step=0, thread=0)
+    last = last_minute(read_pages(tmp_path))
+    assert last is not None
+    assert "step -1" not in last.first
+    assert last.first.endswith("before the first step)")
 
 
 def test_the_command_shows_it_also_without_a_step_and_the_page_has_it_as_text(tmp_path: Path) -> None:

@@ -326,8 +326,11 @@ def test_a_folder_without_steps_is_an_error_that_says_so(tmp_path: Path, make: o
     assert words in result.output
 
 
-def test_a_page_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["-o", "--trace"])
+def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path, option: str) -> None:
     write(Run(ranks=1, steps=3), tmp_path)
-    result = paceline(tmp_path, "-o", tmp_path / "missing" / "page.html")
+    asked = tmp_path / "missing" / "page.json"
+    result = paceline(tmp_path, option, asked)
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (1, True)
-    assert "No such file or directory" in result.output
+    assert f"there is no such folder (file: {asked}, folder: {asked.parent})" in result.output
+    assert ".part" not in result.output

@@ -5,8 +5,10 @@ Pauses are long, so that they are pauses on a busy machine too.
 
 import io
 import json
+import re
 import statistics
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import DistributedDataParallel
-from paceline.recording.rows import StepColumn
+from paceline.recording.ring_buffer import Header
+from paceline.recording.rows import StepColumn, SumColumn
 from paceline.testing import RankPool
 from paceline.tools.main import main
 from paceline.tools.report.analysis import RunAnalysis, analyse_recording
@@ -556,6 +559,38 @@ def test_headline_and_suggestions_have_one_share(tmp_path: Path) -> None:
     assert advice.evidence.endswith(f": {told}% of the wall time")
 
 
+@pytest.mark.parametrize(
+    ("run", "kind", "part"),
+    [
+        (Run(ranks=2, data=150), "between steps", "data loading and other"),
+        (Run(ranks=2, loader=150), "data", "DataLoader"),
+        (Run(ranks=2, loss=150), "loss", "loss"),
+        (Run(ranks=2, join=150), "join", "waiting in join"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_headline_and_suggestion_have_one_share_of_the_usual_step(
+    tmp_path: Path, run: Run, kind: str, part: str
+) -> None:
+    # Rank 0 spends more, and pauses once.
+    slow = [
+        Slow(0, 40, step, step + 1, part) for step in range(0, 60, 4) for part in ("data", "loader", "loss")
+    ]
+    once = Slow(0, 500, 31, 32, "data")
+    found = analysed(replace(run, steps=60, slow=[*slow, once]), tmp_path)
+    [told] = re.findall(r"\((\d+%)(?: of the usual step)?\)", found.summary)
+    [advice] = [each for each in found.suggestions if each.kind == kind]
+    assert f"({told} of a step)" in advice.evidence
+    assert advice.saves_at_most_ms < found.parts[part]
+
+
+def test_of_time_between_steps_a_part_has_another_name_than_all_of_it(tmp_path: Path) -> None:
+    found = analysed(Run(ranks=1, steps=60, data=80, loader=20, logging=20), tmp_path)
+    assert "most of it in data loading and other (52%)" in found.summary
+    [advice] = [each for each in found.suggestions if each.kind == "between steps"]
+    assert "(65% of a step) is spent between the optimizer and the next forward" in advice.evidence
+
+
 def test_if_all_ranks_pause_at_once_or_nobody_has_to_wait_no_other_rank_waits(tmp_path: Path) -> None:
     at_once = [PauseEvery(rank, 450, 10) for rank in (0, 1)]
     [pauses] = analysed(Run(ranks=2, steps=61, pauses=at_once), tmp_path / "at once").pauses
@@ -662,10 +697,8 @@ def test_what_is_too_short_for_a_pause_has_a_name(tmp_path: Path, column: StepCo
 
 
 def test_waiting_in_join_comes_first_if_it_is_most(tmp_path: Path) -> None:
-    write(
-        Run(ranks=1, steps=30, kinds={(step, 0): StepKind.NO_INPUTS for step in range(30)}, data=50), tmp_path
-    )
-    [(_, found)] = analyse_recording(tmp_path)
+    kinds = {(step, rank): StepKind.NO_INPUTS for step in range(30) for rank in range(2)}
+    found = analysed(Run(ranks=2, steps=30, kinds=kinds, data=50), tmp_path)
     assert found.parts["data loading and other"] == 0
     assert "is waiting in join" in found.summary
 
@@ -725,3 +758,59 @@ def test_terminal_and_json_tell_the_pauses(tmp_path: Path) -> None:
     [found] = json.loads(CliRunner().invoke(main, ["report", str(tmp_path), "--json"]).stdout)
     assert found["pauses"][0]["cause"] == "evaluation"
     assert sum(found["parts"].values()) == pytest.approx(found["wall_ms"] / 200, rel=1e-3)
+
+
+def lose_last(folder: Path, *, ms: int, kind: StepKind) -> None:
+    """The last step of rank 0 is lost, after it has waited in vain; rank 1 has not ended it."""
+    for rank in range(2):
+        path = folder / f"rank{rank}-wrapper0-plan1.rows"
+        cells = array("q", path.read_bytes())
+        rows = len(Header) + cells[Header.SUM_CAPACITY] * len(SumColumn)
+        last = rows + (cells[Header.ROWS] - 1) * cells[Header.COLUMNS]
+        for column in (StepColumn.ALL_REDUCED, StepColumn.OPTIMIZER_START, StepColumn.OPTIMIZER_END):
+            cells[last + column] = 0
+        cells[last + StepColumn.OPTIMIZER] = 0
+        cells[last + StepColumn.KIND] = kind
+        cells[last + StepColumn.END] = cells[last + StepColumn.BACKWARD_END] + ms * 1_000_000
+        if rank == 1:
+            cells[Header.ROWS] -= 1
+        path.write_bytes(cells.tobytes())
+
+
+@pytest.mark.parametrize("kind", [StepKind.LOST, StepKind.LOST | StepKind.NO_INPUTS])
+def test_the_wait_in_a_lost_step_is_a_pause_and_no_exposed_communication(
+    tmp_path: Path, kind: StepKind
+) -> None:
+    lose_last(write(Run(ranks=2, steps=60), tmp_path), ms=6000, kind=kind)
+    [(run, found)] = analyse_recording(tmp_path)
+    [pauses] = found.pauses
+    assert (pauses.cause, list(pauses.ranks), pauses.count) == ("lost steps", [0], 1)
+    assert (pauses.longest_ms, pauses.longest_step) == (pytest.approx(6000), 59)
+    assert found.parts["exposed communication"] == pytest.approx(2, abs=0.1)
+    assert found.summary.startswith("Pauses take ")
+    kinds = [each.kind for each in found.suggestions]
+    assert "pauses: lost steps" in kinds
+    assert "lost" not in kinds
+    for timeline, rank in zip(run.timelines, found.ranks, strict=True):
+        assert sum(rank.parts.values()) * len(timeline) == pytest.approx(wall_ms(timeline), rel=1e-6)
+    [own] = rank_wall_times(run)[0].pauses
+    assert own.start == run.timelines[0][StepColumn.BACKWARD_END][-1]
+
+
+def test_a_short_wait_in_a_lost_step_is_no_pause(tmp_path: Path) -> None:
+    lose_last(write(Run(ranks=2, steps=60), tmp_path), ms=20, kind=StepKind.LOST)
+    [(_, found)] = analyse_recording(tmp_path)
+    assert found.pauses == []
+    assert "lost" in [each.kind for each in found.suggestions]
+
+
+def test_a_lost_steps_wait_for_a_rank_that_paused_counts_once(tmp_path: Path) -> None:
+    pause = Slow(1, 3000, 58, 59, "data")
+    lose_last(write(Run(ranks=2, steps=60, buffers=1.0, slow=[pause]), tmp_path), ms=6000, kind=StepKind.LOST)
+    [(run, found)] = analyse_recording(tmp_path)
+    waiting = rank_wall_times(run)[0]
+    [own] = waiting.pauses
+    assert (str(own.cause), own.nanoseconds) == ("lost steps", pytest.approx(9001e6, rel=1e-3))
+    assert waiting.paused == sum(waiting.times[StepPart.PAUSE])
+    assert min(map(min, waiting.times.values())) >= 0
+    assert sum(found.ranks[0].parts.values()) * 59 == pytest.approx(wall_ms(run.timelines[0]), rel=1e-6)

@@ -159,6 +159,16 @@ def test_of_one_wrapper_the_module_is_not_told(tmp_path: Path) -> None:
     assert str(read_whole(tmp_path)).startswith("step 19, ")
 
 
+@pytest.mark.parametrize("read", [read_progress, read_whole])
+def test_of_one_rank_no_communication_is_told(
+    tmp_path: Path, read: Callable[[Path], RunProgress | None]
+) -> None:
+    write(Run(ranks=1, steps=20), tmp_path / "one")
+    assert "communication" not in str(read(tmp_path / "one"))
+    write(Run(ranks=2, steps=20), tmp_path / "two")
+    assert "of communication overlapped" in str(read(tmp_path / "two"))
+
+
 PAUSES_AT_THE_END = [Slow(0, 300, step, step + 1, "data") for step in (3, 7, 11)]
 LATE_STRAGGLER = [Slow(1, 200, 140, part="data"), Slow(0, 900, 180, 181, "data")]
 

@@ -1,6 +1,7 @@
 """Files are for their owner only, and nothing is written or read through what others put in their place."""
 
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -48,6 +49,17 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     for name in ("file", "dangling"):
         with pytest.raises(NotADirectoryError, match=name):
             make_folder(tmp_path / name)
+
+
+def test_an_error_names_the_file_that_was_to_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, words in (
+        (tmp_path / "missing" / "page.html", f"no such folder (file: {tmp_path}/missing/page.html, folder: "),
+        (tmp_path / "file" / "page.html", f"Not a directory: '{tmp_path}/file/page.html'"),
+    ):
+        with pytest.raises(OSError, match=re.escape(words)) as raised:
+            write_file(path, b"x")
+        assert ".part" not in str(raised.value)
 
 
 @pytest.mark.parametrize("target", ["kept", "missing"])

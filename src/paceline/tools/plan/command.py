@@ -114,6 +114,7 @@ def _as_json(
             "hosts": recorded.hosts,
             "steps": len(recorded.steps),
             "missing_ranks": list(recorded.missing),
+            "other_modules": list(recorded.other_modules),
             "paused_steps": recorded.paused_steps,
             "paused_ms": recorded.paused_seconds * 1e3,
             "step_ms": recorded.step_seconds * 1e3,
@@ -140,7 +141,7 @@ def _print_plan(
         f"{plural(recorded.ranks, 'rank')}: {steps}"
     )
     for note in recorded.notes:
-        console.print(note)
+        console.print(escape(printable(note)))
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "hook" else "right", no_wrap=True)

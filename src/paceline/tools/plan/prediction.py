@@ -121,7 +121,9 @@ def _choose(own: Sequence[Prediction]) -> HookToTake:
     others = [each for each in own if each is not taken]
     if not others:
         return HookToTake(taken.hosts, taken.hook, "it is the only hook of this plan")
-    if taken is not best:
+    if taken.hosts == 1:
+        why = "on one host, hooks change nothing"
+    elif taken is not best:
         why = f"{best.hook} is less than {_WORTH:.0%} faster, and coarser"
     else:
         next_best = min(others, key=lambda each: each.step_ms)

@@ -7,7 +7,7 @@ would be a straggler in every step. See Note [Pauses] in wall_time.py.
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.recording.reader import read_recording
 from paceline.recording.rows import BucketColumn, StepColumn
 from paceline.tools.formatting import byte_size, milliseconds, rank_list
 from paceline.tools.report.step_parts import median
-from paceline.tools.report.wall_time import RankWallTime, rank_wall_times
+from paceline.tools.report.wall_time import RankWallTime, handshake, rank_wall_times
 from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper_runs
 
 _FEWEST_STEPS = 8
@@ -73,6 +73,8 @@ class RecordedSteps:
         paused_steps: how many steps were left out, because a rank paused in them or waited for a pause.
         paused_seconds: how much pauses add to a step, on average over all steps.
         missing: ranks of the wrapper that recorded no steps.
+        other_modules: the modules of the other wrappers in the recording.
+        has_join: whether ranks told each other in join who has inputs.
         exchange: how gradients were averaged.
         summing_ranks: the ranks of a host that summed gradients in shared memory, as part of their recorded
             work; 1 if there were none.
@@ -88,6 +90,8 @@ class RecordedSteps:
     paused_steps: int = 0
     paused_seconds: float = 0.0
     missing: Sequence[int] = ()
+    other_modules: Sequence[str] = ()
+    has_join: bool = False
     exchange: str = PLAIN
     summing_ranks: int = 1
 
@@ -101,7 +105,15 @@ class RecordedSteps:
         """What of the recording is not in the plan, one line each."""
         found = []
         if self.missing:
-            found.append(f"{rank_list(self.missing)} recorded no steps, and what they do is not in the plan")
+            do = "it does" if len(self.missing) == 1 else "they do"
+            found.append(f"{rank_list(self.missing)} recorded no steps, and what {do} is not in the plan")
+        if self.other_modules:
+            found.append(
+                f"the plan is for {self.module}: what other wrappers exchange is not in it "
+                f"({', '.join(self.other_modules)})"
+            )
+        if self.has_join:
+            found.append("recorded in join: what hosts tell each other there is not in the plan")
         if self.paused_steps:
             found.append(
                 f"pauses add {milliseconds(self.paused_seconds * 1e3)} per step; they are not in the plan "
@@ -136,7 +148,9 @@ def read_steps(folder: Path) -> RecordedSteps:
             f"the recording has no communication (folder: {folder}, ranks: 1); record two ranks or more: "
             f"paceline run -n 2 --record {folder} script.py"
         )
-    recorded = _recorded_steps(run, folder)
+    # A run that went on with fewer ranks is of the same module.
+    others = dict.fromkeys(each.module for each in runs if each.module != run.module)
+    recorded = replace(_recorded_steps(run, folder), other_modules=list(others))
     largest = max((bucket.nbytes for bucket in recorded.buckets), default=0)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if largest > memory:
@@ -178,6 +192,9 @@ def _recorded_steps(run: WrapperRun, folder: Path) -> RecordedSteps:
         paused_steps=paused,
         # A rank's pauses and its waits for those of others: the longest are what the run lost.
         missing=run.missing,
+        has_join=any(
+            handshake(timeline, row) for timeline, own in zip(run.timelines, rows, strict=True) for row in own
+        ),
         paused_seconds=max(wall.paused / max(1, wall.steps) for wall in walls) / 1e9,
         exchange=str(run.description["exchange"]),
         # On several hosts it is "shared memory and c10d".

@@ -31,7 +31,7 @@ from paceline.tools.report.wrapper_runs import RankTimeline, WrapperRun, wrapper
 
 _NO_HISTORY = RunHistory()
 # In these parts ranks also wait for a straggler, or a straggler is slow; it has its own suggestion. What the
-# parts cost by themselves is what they cost the rank that spends least in them.
+# parts cost by themselves, and a change can save, is what they cost the rank that spends least in them.
 _LEAST_OF_RANKS = (
     StepPart.JOIN, StepPart.BUFFERS, StepPart.LOSS, StepPart.BEFORE_OPTIMIZER, StepPart.AFTER_OPTIMIZER,
     StepPart.LOADER, StepPart.DATA,
@@ -83,7 +83,7 @@ class RunAnalysis:
             rank became a straggler.
         figures_to_step: the last step that they are taken from.
         figures_steps: how many steps they are taken from.
-        lost_steps: how many detailed steps were lost, because of an error.
+        lost_steps: how many detailed steps were lost: they ended without averages.
         steps_done_again: how many of these were done again, after ranks had been replaced or left out.
         steps_without_inputs: in how many detailed steps a rank had no inputs left.
         step_ms: first quartile of the steps of all ranks without pauses, their mean, and third quartile.
@@ -244,7 +244,8 @@ def _facts(
     return RunFacts(
         step=sum(parts.values()) - parts[StepPart.PAUSE],
         pauses=pauses,
-        parts=parts | least,
+        parts=parts,
+        least=least,
         in_flight=statistics.fmean(each.communication_ms for each in figures),
         first_ready=_first_ready(buckets, parts[StepPart.BACKWARD]),
         buckets=[each.nbytes for each in buckets],
@@ -331,7 +332,7 @@ def _step_summary(facts: RunFacts, overlap: float | None, why: str, largest_part
     if facts.stragglers and facts.stragglers[0].last_step is None:
         return _straggler_summary(step, [each for each in facts.stragglers if each.last_step is None])
     joining = facts.parts[StepPart.JOIN]
-    if facts.is_worth(joining) and joining > facts.exposed:
+    if facts.is_join_worth and facts.least[StepPart.JOIN] > facts.exposed:
         return (
             f"{step}, of which {milliseconds(joining)} ({percent(joining / facts.step)}) is waiting in join."
         )
@@ -360,7 +361,9 @@ def _largest_part(parts: Mapping[StepPart, float], other_modules: Sequence[str],
     part = max(usual, key=lambda each: usual[each])
     share = usual[part] / (sum(usual.values()) or 1.0)
     before = "the optimizer" if facts.sees_optimizer else "backward"
-    where = f"between {before} and the next forward" if part is StepPart.DATA else place(part)
+    # What is between them with a DataLoader has several parts; a suggestion has their sum.
+    is_all_between = part is StepPart.DATA and not usual[StepPart.LOADER] + usual[StepPart.AFTER_OPTIMIZER]
+    where = f"between {before} and the next forward" if is_all_between else place(part)
     of = " of the usual step" if facts.paused_share > _PAUSES_MATTER else ""
     named = f", {', '.join(other_modules)}" if part is StepPart.OTHER_WRAPPERS and other_modules else ""
     return f"{'most of it' if share > 0.5 else 'the largest part'} {where} ({percent(share)}{of}{named})"

@@ -67,7 +67,7 @@ def what_was_first(pages: Sequence[PageContent]) -> str:
         return _ended_by(raised)
     first = min(silent, key=lambda page: page.heartbeat + page.epoch)
     where = f" at {first.samples[-1].line}" if first.samples else ""
-    doing = f"{_NAMES[first.doing.activity]}, step {first.doing.step}"
+    doing = f"{_NAMES[first.doing.activity]}, {_steps(first.doing.step, first.doing.step)}"
     at = _clock(first, first.heartbeat)
     return f"first, rank {first.rank} gave its last sign of life, at {at}{where} ({doing})"
 
@@ -92,11 +92,26 @@ def _lines(page: PageContent) -> list[str]:
 
 
 def _line(samples: Sequence[Sample], end: int) -> str:
-    start, stop = (end - samples[0].at) / 1e9, (end - samples[-1].at) / 1e9
+    start, stop = _before(samples[0], end), _before(samples[-1], end)
+    when = start if start == stop else f"{start} to {stop}"
     activities = ", ".join(dict.fromkeys(_NAMES[sample.activity] for sample in samples))
-    first, last = samples[0].step, samples[-1].step
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return _printable(f"-{start:.0f} s to -{stop:.0f} s  {steps}, {activities}: {samples[-1].line}")
+    steps = _steps(samples[0].step, samples[-1].step)
+    return _printable(f"{when}  {steps}, {activities}: {samples[-1].line}")
+
+
+def _before(sample: Sample, end: int) -> str:
+    """How long before the end a sample was taken."""
+    seconds = round((end - sample.at) / 1e9)
+    return f"-{seconds} s" if seconds else "0 s"
+
+
+def _steps(first: int, last: int) -> str:
+    """The steps from one to another; below zero, the first step has not begun."""
+    if last < 0:
+        return "before the first step"
+    if first < 0:
+        return f"until step {last}"
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _stack(page: PageContent) -> list[str]:

@@ -26,7 +26,7 @@ class StepPart(enum.StrEnum):
     """What a rank does during a step; the parts add up to the whole step."""
 
     ACCUMULATION = "gradient accumulation"
-    """Forwards and backwards under ``no_sync``."""
+    """Earlier forwards (and backwards) of the same step: under ``no_sync``, or several for one backward."""
     BUFFERS = "buffer sync"
     FORWARD = "forward"
     LOSS = "loss"

@@ -46,7 +46,7 @@ class Straggler:
         slow_part: the part of a step that takes longer than on other ranks; None if there is none.
         slow_part_ms: how much longer that part takes than on the median of the other ranks.
         step_ms: the typical step during the period.
-        other_step_ms: the typical one of the other steps, if there are any.
+        other_step_ms: the typical one of the other steps; None if there are too few.
     """
 
     rank: int
@@ -182,10 +182,11 @@ def _common_step_times(run: WrapperRun, number: int) -> list[float]:
     return [times[row] for row in run.common_rows[number]]
 
 
-def _step_ms(times: Sequence[float], period: Period) -> tuple[float, float | None]:
-    """The typical step during a period, and outside of it."""
+def _step_ms(times: Sequence[float], period: Period, *, steps: int = 1) -> tuple[float, float | None]:
+    """The typical step during a period, and outside of it if that has enough; a time is of some steps."""
     others = [*times[: period[0]], *times[period[1] :]]
-    return typical(times[slice(*period)]) / 1e6, typical(others) / 1e6 if others else None
+    is_known = len(others) * steps >= _FEWEST
+    return typical(times[slice(*period)]) / 1e6, typical(others) / 1e6 if is_known else None
 
 
 def _delays_in_sums(run: WrapperRun) -> tuple[list[tuple[int, int]], list[list[int]]]:
@@ -225,7 +226,7 @@ def _in_sums(run: WrapperRun, least: float) -> list[Straggler]:
             continue
         start, end = period
         first, steps = blocks[start]
-        step_ms, other_step_ms = _step_ms(_block_step_times(run, number, blocks), period)
+        step_ms, other_step_ms = _step_ms(_block_step_times(run, number, blocks), period, steps=steps)
         found.append(
             Straggler(
                 rank=run.timelines[number].rank,

@@ -33,6 +33,8 @@ class RunFacts:
         step: the whole step, without pauses.
         pauses: the pauses by cause.
         parts: where a step goes, on the average rank; with pauses.
+        least: what the rank that spends least in a part spends there: all that a change of the part can save,
+            because the other ranks also wait there.
         in_flight: how long a bucket is in flight.
         first_ready: when the first bucket is ready, as a share of backward.
         buckets: the bytes of each bucket.
@@ -51,6 +53,7 @@ class RunFacts:
     step: float
     pauses: Sequence[PauseSummary]
     parts: Mapping[StepPart, float]
+    least: Mapping[StepPart, float]
     in_flight: float
     first_ready: float
     buckets: Sequence[int]
@@ -96,6 +99,11 @@ class RunFacts:
     def is_worth(self, part: float) -> bool:
         """Whether a part of a step is large enough to change something."""
         return part >= _WORTH * self.step > 0
+
+    @property
+    def is_join_worth(self) -> bool:
+        """Whether ranks tell each other for long who has inputs."""
+        return self.ranks > 1 and self.is_worth(self.least[StepPart.JOIN])
 
     def is_large(self, part: float) -> bool:
         """Whether a part of a step that is the script's own is worth a look."""
@@ -237,7 +245,12 @@ def _unused(facts: RunFacts) -> Iterator[Suggestion]:
 
 
 def _first_bucket(facts: RunFacts) -> Iterator[Suggestion]:
-    if len(facts.buckets) > 1 and facts.first_ready > 0.6 and facts.is_worth(facts.exposed):
+    if (
+        facts.ranks > 1
+        and len(facts.buckets) > 1
+        and facts.first_ready > 0.6
+        and facts.is_worth(facts.exposed)
+    ):
         evidence = (
             f"the first bucket ({byte_size(facts.buckets[0])}) is ready after {percent(facts.first_ready)} "
             f"of backward, and {facts.share(facts.exposed)} is exposed communication"
@@ -247,26 +260,30 @@ def _first_bucket(facts: RunFacts) -> Iterator[Suggestion]:
 
 
 def _buffers(facts: RunFacts) -> Iterator[Suggestion]:
-    spent = facts.parts[StepPart.BUFFERS]
-    if facts.is_worth(spent):
+    least = facts.least[StepPart.BUFFERS]
+    if facts.is_worth(least):
         change = (
             "Set forward_sync_buffers=False if ranks may have different buffers; or leave buffers unchanged: "
             "they stop being broadcast after three unchanged steps"
         )
-        evidence = f"synchronising module buffers in every forward takes {facts.share(spent)}"
-        yield Suggestion("buffers", change, evidence, spent)
+        spent = facts.share(facts.parts[StepPart.BUFFERS])
+        evidence = f"synchronising module buffers in every forward takes {spent}"
+        yield Suggestion("buffers", change, evidence, least)
 
 
 def _data(facts: RunFacts) -> Iterator[Suggestion]:
-    loader = facts.parts[StepPart.LOADER]
-    if facts.is_large(loader):
+    least = facts.least[StepPart.LOADER]
+    if facts.is_large(least):
         change = "Load data ahead: more workers for the DataLoader, pinned or cached batches"
-        yield Suggestion("data", change, f"{facts.share(loader)} is spent in the DataLoader", loader)
+        evidence = f"{facts.share(facts.parts[StepPart.LOADER])} is spent in the DataLoader"
+        yield Suggestion("data", change, evidence, least)
 
 
 def _between_steps(facts: RunFacts) -> Iterator[Suggestion]:
-    between = facts.parts[StepPart.DATA] + facts.parts[StepPart.AFTER_OPTIMIZER]
-    if not facts.is_large(between):
+    least, between = (
+        each[StepPart.DATA] + each[StepPart.AFTER_OPTIMIZER] for each in (facts.least, facts.parts)
+    )
+    if not facts.is_large(least):
         return
     besides = ", besides the DataLoader" if facts.parts[StepPart.LOADER] else ""
     if facts.sees_optimizer:
@@ -278,37 +295,41 @@ def _between_steps(facts: RunFacts) -> Iterator[Suggestion]:
             f"{facts.share(between)} is spent between backward and the next forward{besides}; "
             "no optimizer of torch stepped the wrapper's parameters"
         )
-    yield Suggestion("between steps", change, evidence, between)
+    yield Suggestion("between steps", change, evidence, least)
 
 
 def _before_optimizer(facts: RunFacts) -> Iterator[Suggestion]:
-    spent = facts.parts[StepPart.BEFORE_OPTIMIZER]
-    if facts.is_large(spent):
+    least = facts.least[StepPart.BEFORE_OPTIMIZER]
+    if facts.is_large(least):
         change = (
             "See what your code does before the optimizer, or between optimizers: clipping, looking at "
             "gradients, logging"
         )
-        evidence = f"{facts.share(spent)} is spent between averaged gradients and the optimizer's step"
-        yield Suggestion("before optimizer", change, evidence, spent)
+        spent = facts.share(facts.parts[StepPart.BEFORE_OPTIMIZER])
+        evidence = f"{spent} is spent between averaged gradients and the optimizer's step"
+        yield Suggestion("before optimizer", change, evidence, least)
 
 
 def _loss(facts: RunFacts) -> Iterator[Suggestion]:
-    spent = facts.parts[StepPart.LOSS]
-    if facts.is_large(spent):
+    least = facts.least[StepPart.LOSS]
+    if facts.is_large(least):
         change = (
             "See what your code does between forward and backward: the loss, modules outside of the wrapper, "
             "metrics, logging"
         )
-        evidence = f"{facts.share(spent)} is spent between the module's forward and the first gradient"
-        yield Suggestion("loss", change, evidence, spent)
+        spent = facts.share(facts.parts[StepPart.LOSS])
+        evidence = f"{spent} is spent between the module's forward and the first gradient"
+        yield Suggestion("loss", change, evidence, least)
 
 
 def _join(facts: RunFacts) -> Iterator[Suggestion]:
-    spent = facts.parts[StepPart.JOIN]
-    if facts.is_worth(spent):
-        change = "Give all ranks the same number of batches, and leave join out"
-        evidence = f"telling each other in every forward who has inputs takes {facts.share(spent)}"
-        yield Suggestion("join", change, evidence, spent)
+    if facts.is_join_worth:
+        change = "Leave join out"
+        if facts.without_inputs:
+            change = "Give all ranks the same number of batches, and leave join out"
+        spent = facts.share(facts.parts[StepPart.JOIN])
+        evidence = f"telling each other in every forward who has inputs takes {spent}"
+        yield Suggestion("join", change, evidence, facts.least[StepPart.JOIN])
 
 
 _PAUSE_ADVICE = {
@@ -319,6 +340,7 @@ _PAUSE_ADVICE = {
     PauseCause.DATA: "Keep the DataLoader ready: persistent_workers=True, more workers",
     PauseCause.CODE: "See what your code does there: evaluation, logging, loading data, waiting for others",
     PauseCause.HEALING: "Look at why ranks were lost",
+    PauseCause.LOST: "Look at why the others waited in vain: a rank raised an error, ended or stopped",
 }
 
 
@@ -346,12 +368,12 @@ def _seconds(ms: float) -> str:
 
 
 def _uneven(facts: RunFacts) -> Iterator[Suggestion]:
-    if facts.without_inputs > 0.05 and not facts.is_worth(facts.parts[StepPart.JOIN]):
+    if facts.without_inputs > 0.05 and not facts.is_join_worth:
         change = "Give all ranks the same number of batches"
         evidence = f"in {percent(facts.without_inputs)} of the steps a rank had no inputs left"
         yield Suggestion("uneven", change, evidence, facts.step * facts.without_inputs / facts.ranks)
-    if facts.lost:
-        change = "Look at the errors that the ranks raised"
+    if facts.lost and PauseCause.LOST not in [each.cause for each in facts.large_pauses]:
+        change = "Look at why steps were lost: a rank raised an error, ended or stopped"
         evidence = f"{percent(facts.lost)} of the steps were lost: they ended without averaged gradients"
         yield Suggestion("lost", change, evidence, 0.0)
 

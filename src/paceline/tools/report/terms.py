@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from paceline.tools.report.step_parts import StepPart
 
 _PARTS: Mapping[StepPart, str] = {
-    StepPart.ACCUMULATION: "earlier forward and backward passes of the same step, whose gradients are not "
-    "averaged yet, with what is between them and has no other name",
+    StepPart.ACCUMULATION: "earlier forwards (and backwards) of the same step, under no_sync or before one "
+    "backward over several forwards, with what is between them and has no other name",
     StepPart.BUFFERS: "ranks get rank 0's module buffers, such as the running averages of BatchNorm, before "
     "forward; a rank that is early waits here",
     StepPart.FORWARD: "the module's forward",
@@ -32,7 +32,7 @@ _PARTS: Mapping[StepPart, str] = {
     StepPart.EVALUATION: "the wrapper's forward under torch.no_grad: evaluation, or inputs of another module",
     StepPart.SAVING: "torch's function, in the thread that calls forward: saving a checkpoint, for example",
     StepPart.PAUSE: "time outside of forward, backward and optimizer that exceeds the usual by more than a "
-    "whole step",
+    "whole step, and as long waits of a step that was lost",
 }
 
 # By what the page calls them, in lower case.
@@ -47,7 +47,7 @@ TERMS: Mapping[str, str] = {
     "in flight": "of a bucket: launched, and not reduced yet",
     "per second": "what ddp.recorder.count has counted on all ranks together, by default samples",
     "steps": "backward passes that average gradients; a lost step ended without averages, because a rank "
-    "raised an error or was lost",
+    "raised an error, ended or stopped",
     "straggler": "a rank that the others wait for in most steps, because of what it does by itself",
     "delay": "how much later than the median of the other ranks a rank comes to this point, where ranks "
     "wait for each other; below zero, it is earlier",

@@ -9,7 +9,7 @@ every step does not pause this one, nor do forwards and backwards that accumulat
 for more of them than usual. A loss takes longer for a larger batch, as forward and backward do. So it is
 compared with the third quartile of steps of about the same forward and backward, and has to exceed it by more
 than these. If another rank waits for a rank that pauses, that wait is a pause too, for at most as long as
-that rank's. The time in which ranks are replaced is also one.
+that rank's. The time in which ranks are replaced is also one, and so are the waits of a step that was lost.
 """
 
 import enum
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.recording.rows import StepColumn, elapsed
+from paceline.recording.rows import StepColumn, StepKind, elapsed
 from paceline.tools.formatting import rank_list
 from paceline.tools.report.step_parts import (
     BETWEEN_PARTS,
@@ -63,6 +63,8 @@ class PauseCause(enum.StrEnum):
     """Nothing is known: evaluation of the bare module, for example."""
     OTHER_RANK = "a pause of another rank"
     HEALING = "healing"
+    LOST = "lost steps"
+    """Waits of steps that were lost, because a rank raised an error, ended or stopped."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,21 @@ class _Rank:
 
     def own_pauses(self) -> list[_PauseParts]:
         """The pauses in which this rank did something else."""
-        return [
+        outside = [
             (self._pause(row, excess, self._cause(row, excess)), excess)
             for row, excess in self._exceeding(_OUTSIDE)
         ]
+        return [*outside, *self._waits_in_vain()]
+
+    def _waits_in_vain(self) -> Iterator[_PauseParts]:
+        """The waits of steps that were lost."""
+        for row in filter(self._is_lost, range(len(self._timeline))):
+            waits = {part: self._times[part][row] for part in (*_WAITS, StepPart.EXPOSED_COMMUNICATION)}
+            if sum(waits.values()) > self._limit:
+                yield self._pause(row, waits, PauseCause.LOST), waits
+
+    def _is_lost(self, row: int) -> bool:
+        return bool(self._timeline[StepColumn.KIND][row] & StepKind.LOST)
 
     def waits_for(self, pauses: Mapping[int, Pause]) -> list[_PauseParts]:
         """The pauses in which this rank waited for another one.
@@ -220,6 +233,8 @@ class _Rank:
         """
         found: list[_PauseParts] = []
         for row, excess in self._exceeding(_WAITS):
+            if self._is_lost(row):
+                continue
             step = self._timeline[StepColumn.STEP][row]
             near = [pauses[each] for each in (step - 1, step) if each in pauses]
             if not near:
@@ -286,6 +301,7 @@ class _Rank:
             StepPart.BUFFERS: StepColumn.FORWARD_START,
             StepPart.LOSS: StepColumn.FORWARD_END,
             StepPart.WAITING: StepColumn.BACKWARD_END,
+            StepPart.EXPOSED_COMMUNICATION: StepColumn.BACKWARD_END,
             StepPart.BEFORE_OPTIMIZER: StepColumn.END,
         }
         after = (StepColumn.END, StepColumn.OPTIMIZER_END)

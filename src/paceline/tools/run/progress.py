@@ -217,7 +217,8 @@ def _run_progress(run: WrapperRun, rates: _Rates, module: str) -> RunProgress | 
         paused=rates.paused,
         units_per_second=rates.units,
         unit=str(run.description["unit"]),
-        overlap=_overlap(last, rank_wall_times(last)),
+        # One rank reduces its buckets, but with nobody.
+        overlap=_overlap(last, rank_wall_times(last)) if len(run.group) > 1 else None,
         buckets=len(run.buckets),
         slowest=_slowest(last, least=LEAST_DELAY * usual, steps=len(steps)),
         module=module,

@@ -68,7 +68,7 @@ function pauseNote({ pauses }) {
 function stepNote(wrapper) {
   const notes = [`${number(wrapper.detailed_steps)} of them recorded in detail`];
   const lost = wrapper.lost_steps - wrapper.steps_done_again;
-  if (lost) notes.push(`${number(lost)} lost because of an error`);
+  if (lost) notes.push(`${number(lost)} lost, without averages`);
   if (wrapper.steps_done_again) notes.push(`${number(wrapper.steps_done_again)} lost and done again`);
   if (wrapper.steps_without_inputs) notes.push(`in ${number(wrapper.steps_without_inputs)} a rank had no inputs left`);
   return notes.join("; ");
