@@ -110,6 +110,7 @@ class HostExchange:
             while self._schedule.send_step(self._next_round) <= self.step:
                 self._send_next()
             self._warn_if_passed_over()
+            self._warn_if_alone()
             return self.moves.due(self.step)
 
     def used(self, fragment: int) -> None:
@@ -129,6 +130,15 @@ class HostExchange:
             f"(here: host {self.rounds.host}, rounds: {[*passed_over]}, grace: {self.rounds.grace:g} s)",
             stacklevel=6,
         )
+
+    def _warn_if_alone(self) -> None:
+        if self.rounds.goes_on_alone:
+            self.rounds.goes_on_alone = False
+            warnings.warn(
+                "the hosts that this one has joined have gone before they sent their state, so it goes on "
+                f"from its own (here: host {self.rounds.host})",
+                stacklevel=6,
+            )
 
     def _send_next(self) -> None:
         number = self._next_round

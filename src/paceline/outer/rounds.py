@@ -56,6 +56,7 @@ class Rounds:
         state_for: hosts that this one has to send its state to; whoever does so clears it.
         accepts_state_from: the host whose state was asked for, if any.
         has_finished: whether this host has no more steps.
+        goes_on_alone: whether those that this host has joined had gone before they sent their state.
         passed_over: the last rounds, in a row, that had a change of this host and went without it.
     """
 
@@ -81,7 +82,7 @@ class Rounds:
         self.state_for: list[int] = []
         self.accepts_state_from: int | None = None
         self.is_current = is_current
-        self.has_finished = False
+        self.has_finished = self.goes_on_alone = False
         self.passed_over: deque[int] = deque(maxlen=TAIL)
         self._next_round = 0
         self._kept_rounds = _KEPT_TURNS * fragments
@@ -234,7 +235,7 @@ class Rounds:
         if self.is_current or self.present(now):
             self._current_host_seen = now
         elif now - self._current_host_seen > self.grace:
-            self.is_current = True
+            self.is_current = self.goes_on_alone = True
 
     def notice_pause(self, now: float) -> None:
         """If this process was stopped, hear first what the others did, and decide nothing before."""

@@ -47,6 +47,16 @@ def test_a_host_is_told_once_that_its_changes_come_too_late(exchange: HostExchan
     exchange.after_step()
 
 
+def test_a_host_is_told_that_those_it_has_joined_have_gone(exchange: HostExchange) -> None:
+    began = time.monotonic()
+    exchange.rounds.tick(began)
+    exchange.rounds._ticked = began + 61  # it was not stopped
+    exchange.rounds.tick(began + 61)
+    with pytest.warns(UserWarning, match=r"have gone before they sent their state.*here: host 0"):
+        exchange.after_step()
+    exchange.after_step()
+
+
 def decide(exchange: HostExchange, first: int, last: int) -> None:
     """Other hosts decide rounds, in each of which parameters move by 1/8."""
     change = torch.full((3,), -0.125).numpy().tobytes()
