@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from outer_training import WIDTH, batch, equal, make_net, plain, rank_of, train_step, values
+from outer_training import WIDTH, batch, equal, make_net, note_members, plain, rank_of, train_step, values
 from torch import distributed, nn
 
 from paceline import DistributedDataParallel, OuterLoop
-from paceline.outer.round_parts import DecidedRound
 from paceline.testing import run_ranks
 from paceline.testing.hosts import Hosts
 
@@ -42,22 +41,6 @@ def train_over_a_slow_link(rank: int, hosts: Hosts) -> Any:
         distributed.barrier()
         outer.close()
         return under_way, members
-
-
-def note_members(outer: OuterLoop) -> list[list[int]]:
-    """Which hosts count in each round from now on; nothing on ranks that do not talk to them."""
-    members: list[list[int]] = []
-    exchange = outer._exchange
-    if exchange is None:
-        return members
-    use = exchange._use
-
-    def note(decided: DecidedRound) -> None:
-        members.append([*decided.changes])
-        use(decided)
-
-    exchange._use = note  # type: ignore[method-assign]
-    return members
 
 
 def test_changes_count_that_are_on_their_way_for_longer_than_grace_several_at_once() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from outer_training import batch, equal, make_net, plain, rank_of, train_step, values
+from outer_training import batch, equal, make_net, note_members, plain, rank_of, train_step, values
 from torch import nn
 
 from paceline import DistributedDataParallel, OuterLoop
@@ -17,7 +17,6 @@ from paceline.comm.host_links import HostLinks
 from paceline.hooks.compressed import compressor_of, int8
 from paceline.outer.fragment import FlatParameters, Fragment, OuterOptimizer
 from paceline.outer.host_exchange import HostExchange
-from paceline.outer.round_parts import DecidedRound
 from paceline.outer.rounds import Rounds
 from paceline.outer.schedule import Schedule
 from paceline.testing import run_ranks
@@ -126,15 +125,7 @@ def come_late_to_the_end(rank: int, hosts: Hosts) -> Any:
         ddp = DistributedDataParallel(net)
         outer = OuterLoop(ddp, period=4, grace=1.0)
         optimizer = plain(ddp)
-        members: list[list[int]] = []
-        if (exchange := outer._exchange) is not None:
-            use = exchange._use
-
-            def note(decided: DecidedRound) -> None:
-                members.append([*decided.changes])
-                use(decided)
-
-            exchange._use = note  # type: ignore[method-assign]
+        members = note_members(outer)
         for _ in range(8):
             train_step(ddp, optimizer, *batch(generator))
             outer.step()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from paceline import OuterLoop
+from paceline.outer.round_parts import DecidedRound
 from paceline.testing.hosts import Hosts
 
 WIDTH = 32
@@ -47,3 +49,19 @@ def rank_of(hosts: Hosts, rank: int, world: int = 4) -> Iterator[torch.Generator
 
 def plain(ddp: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+
+
+def note_members(outer: OuterLoop) -> list[list[int]]:
+    """Which hosts count in each round from now on; nothing on ranks that do not talk to them."""
+    members: list[list[int]] = []
+    exchange = outer._exchange
+    if exchange is None:
+        return members
+    use = exchange._use
+
+    def note(decided: DecidedRound) -> None:
+        members.append([*decided.changes])
+        use(decided)
+
+    exchange._use = note  # type: ignore[method-assign]
+    return members
