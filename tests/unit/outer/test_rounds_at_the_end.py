@@ -134,3 +134,13 @@ def test_a_host_that_was_stopped_decides_nothing_before_it_has_heard_the_others(
     rounds.offer(0, b"own", 0.0)
     rounds.skip(1, 20.0)
     assert rounds.decided == 0
+
+
+@pytest.mark.parametrize(("beginning", "ends"), [("start", True), ("another", False)])
+def test_the_end_begins_only_when_hosts_have_one_history(beginning: str, ends: bool) -> None:
+    rounds = Rounds(0, [1], fragments=FRAGMENTS, grace=GRACE, now=0.0)
+    rounds.finish(0, 0.0)
+    other = Rounds(1, [0], fragments=FRAGMENTS, grace=GRACE, now=0.0, beginning=beginning)
+    other.finish(0, 0.0)
+    rounds.receive(1, other.outbox[-1].fields, b"", 0.1)
+    assert rounds.can_end(0.1) == ends
