@@ -110,7 +110,7 @@ class HostExchange:
             while self._schedule.send_step(self._next_round) <= self.step:
                 self._send_next()
             self._warn_if_passed_over()
-            self._warn_if_alone()
+            self.warn_if_alone(stacklevel=6)
             return self.moves.due(self.step)
 
     def used(self, fragment: int) -> None:
@@ -131,13 +131,14 @@ class HostExchange:
             stacklevel=6,
         )
 
-    def _warn_if_alone(self) -> None:
+    def warn_if_alone(self, *, stacklevel: int) -> None:
+        """Tell once if those that this host has joined have gone before they sent their state."""
         if self.rounds.goes_on_alone:
             self.rounds.goes_on_alone = False
             warnings.warn(
                 "the hosts that this one has joined have gone before they sent their state, so it goes on "
                 f"from its own (here: host {self.rounds.host})",
-                stacklevel=6,
+                stacklevel=stacklevel,
             )
 
     def _send_next(self) -> None:

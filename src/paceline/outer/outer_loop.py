@@ -365,9 +365,8 @@ class OuterLoop(StepsWithWrapper):
     def _finish(self) -> None:
         self._follow_group()
         nothing: Mapping[int, Move] = {}
-        self._ranks.tell(
-            [], failure=self._failure
-        )  # other hosts wait for this one when all of its ranks are here
+        # Only when all ranks of this host are here may other hosts wait for it.
+        self._ranks.tell([], failure=self._failure)
         self._of_exchange(lambda exchange: exchange.finish(), otherwise=None)
         self._wait_for(lambda rounds, now: rounds.can_end(now))
         first = self._of_exchange(lambda exchange: exchange.skip_to_last(), otherwise=0)
@@ -381,7 +380,10 @@ class OuterLoop(StepsWithWrapper):
         self._others.close()
 
     def _warn_of_missing_hosts(self) -> None:
-        if self._exchange is not None and (away := self._exchange.away()):
+        if self._exchange is None:
+            return
+        self._exchange.warn_if_alone(stacklevel=5)
+        if away := self._exchange.away():
             warnings.warn(
                 "hosts are away at the end of training, so they have another model than this one "
                 f"(hosts: {away}, here: host {self._number})",

@@ -145,6 +145,24 @@ def test_finish_says_for_which_hosts_it_waits(tmp_path: Path) -> None:
         )
 
 
+def finish_when_those_it_has_joined_have_gone(rank: int) -> str:
+    enter_host(rank, 1)
+    outer = OuterLoop(DistributedDataParallel(nn.Linear(8, 8)), period=4, grace=0.5)
+    if rank == 0:
+        outer.close()
+    distributed.barrier()
+    if outer._exchange is None or rank == 0:
+        return ""
+    outer._exchange.rounds.is_current = False  # as a host is that joins
+    with pytest.warns(UserWarning, match="goes on from its own") as told:
+        outer.finish()
+    return told[0].filename
+
+
+def test_finish_tells_a_host_that_those_it_has_joined_have_gone() -> None:
+    assert run_ranks(finish_when_those_it_has_joined_have_gone, 2) == ["", __file__]
+
+
 class State(dict[str, Any]):
     """A state that a weak reference can follow."""
 
