@@ -32,6 +32,8 @@ _MEET_SECONDS, _MEET_SOON_SECONDS = 0.1, 10.0
 _SILENT_SECONDS, _SILENT_ALONE_SECONDS = 5.0, 2.5
 # Between two looks at a process, of which one is compared with the other.
 _LOOK_SECONDS = 0.1
+# How long to look until it is certain that a process holds Python's lock.
+_CERTAIN_SECONDS = 1.0
 # What a store raises when it, or the rank that holds it, is gone.
 _STORE_ERRORS = (RuntimeError, OSError, ValueError, KeyError, TypeError)
 
@@ -52,6 +54,7 @@ class Peers:
         self._clone: Any = None
         self._addresses: dict[int, PageAddress] = {own.rank: own}
         self._readers: dict[int, PageReader] = {}
+        self._asked: dict[int, tuple[int, list[CodeLine]]] = {}  # the answers, and the heartbeats before
         self._words: dict[str, tuple[float, dict[str, Any]]] = {}
         self._number = 0
         self._next_word = 0.0
@@ -124,7 +127,7 @@ class Peers:
         because_of = told.rank if told.moment is Moment.FAILED else -1
         heartbeat_age = (now - page.heartbeat) / 1e9
         state = judge(before, after, heartbeat_age=heartbeat_age)
-        stack, seen = self._stack(page, state), (now - page.stack_at) / 1e9
+        stack, seen = self._stack(page, state, before), (now - page.stack_at) / 1e9
         if state is ProcessState.HOLDS_LOCK:
             seen = 0.0
         return RankStatus(
@@ -144,16 +147,34 @@ class Peers:
             raised=raised,
         )
 
-    def _stack(self, page: PageContent, state: ProcessState) -> list[CodeLine]:
-        if state is ProcessState.HOLDS_LOCK and page.watcher:
-            address = self._addresses[page.rank]
-            if address.signal and (
-                asked := ask_for_stack(
-                    page.pid, page.watcher, address.signal, address.stacks, page.doing.thread
-                )
-            ):
-                return asked
-        return decode(page.stack)
+    def _stack(self, page: PageContent, state: ProcessState, before: ProcessFacts | None) -> list[CodeLine]:
+        if state is not ProcessState.HOLDS_LOCK:
+            return decode(page.stack)
+        asked_at, stack = self._asked.get(page.rank, (0, []))
+        if asked_at != page.heartbeat:  # otherwise it is still in the same call
+            stack = []
+            if self._surely_holds_lock(page, before):
+                stack = self._ask_for_stack(page)
+                self._asked[page.rank] = (page.heartbeat, stack)
+        return stack or decode(page.stack)
+
+    def _ask_for_stack(self, page: PageContent) -> list[CodeLine]:
+        address = self._addresses[page.rank]
+        if not address.signal:
+            return []
+        return ask_for_stack(page.pid, page.watcher, address.signal, address.stacks, page.doing.thread)
+
+    def _surely_holds_lock(self, page: PageContent, before: ProcessFacts | None) -> bool:
+        """Whether no Python code runs in a process: to ask it for its stack could kill it otherwise."""
+        until = time.monotonic() + _CERTAIN_SECONDS
+        while before is not None and time.monotonic() < until:
+            now, again = _facts(page), self._read(page.rank)
+            if now is None or now.state in "Tt" or again is None or again.heartbeat != page.heartbeat:
+                return False
+            if now.waits_for_lock(before, is_certain=True):
+                return True
+            time.sleep(_LOOK_SECONDS / 5)
+        return False
 
     def _status_of_word(self, rank: int) -> RankStatus:
         """What another host has said of a rank."""
@@ -250,7 +271,7 @@ class Peers:
 
 
 def _facts(page: PageContent) -> ProcessFacts | None:
-    return read_facts(page.pid, page.thread, page.started)
+    return read_facts(page.pid, page.thread, page.started, watcher=page.watcher)
 
 
 def _page_key(rank: int) -> str:

@@ -2,7 +2,9 @@
 
 Note [Asking for a stack]. A rank's watcher writes its stack to the page each second. While C code holds
 Python's lock, the watcher cannot run. Then another process sends a real-time signal, and the handler that
-``faulthandler`` has installed writes the stacks of all threads to a file, without Python's lock. The signal
+``faulthandler`` has installed writes the stacks of all threads to a file, without Python's lock. If Python
+code ran meanwhile, the frames would change while they are read, and the process would most likely crash. So
+whoever asks makes sure first that the watcher looks for the lock, and does not get it. The signal
 goes to the watcher's own thread: so it interrupts none of the user's system calls, and cannot kill a process
 that has started another program in its place, because there is no such thread in it.
 """

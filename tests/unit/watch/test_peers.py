@@ -1,6 +1,10 @@
 import json
+import subprocess
+import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from torch import distributed
@@ -8,7 +12,7 @@ from torch import distributed
 from paceline.watch import peers as module
 from paceline.watch.peers import Peers
 from paceline.watch.process_state import ProcessState
-from paceline.watch.rank_page import Activity, PageAddress
+from paceline.watch.rank_page import Activity, PageAddress, own_namespace
 from paceline.watch.stall import RankStatus
 
 
@@ -119,3 +123,47 @@ def test_a_rank_that_waits_hears_of_the_ranks_that_have_come() -> None:
     made.talk()
     assert {*made._addresses} == {0, 1, 3}
     assert {*made._words} == {"host 1"}
+
+
+RUNS_PYTHON = """
+import importlib, json, sys, threading, time
+from pathlib import Path
+from paceline.watch.rank_page import RankPage, start_time
+from paceline.watch.stacks import StackAnswers
+
+folder = Path(sys.argv[1])
+page, answers = RankPage(1, folder), StackAnswers(1, folder)
+watcher = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+watcher.start()
+page.write_header(watcher=watcher.native_id)
+page.beat(time.monotonic_ns() - 60_000_000_000, usual_step=0, thread=0)
+identity = {"pid": page.owner, "started": start_time(page.owner)}
+where = {"page": page.path, "stacks": answers.path, "signal": answers.signal}
+print(json.dumps({**identity, **where}), flush=True)
+
+while True:
+    importlib.reload(json.decoder)
+"""
+
+
+@pytest.fixture
+def runs_python(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", PageAddress]]:
+    """A rank that runs Python code, and whose heartbeat is old, as after a stop, until its watcher runs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNS_PYTHON, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        yield process, replace(address(1), host="host 0", namespace=own_namespace(), **told)
+        process.kill()
+
+
+def test_a_rank_that_has_just_gone_on_is_not_asked_for_its_stack_which_would_kill_it(
+    peers: Peers, runs_python: tuple["subprocess.Popen[str]", PageAddress]
+) -> None:
+    process, where = runs_python
+    peers._own = replace(peers._own, host=where.host, namespace=where.namespace)
+    peers._meet(where)
+    states = [peers.statuses()[0].state for _ in range(20)]
+    assert process.poll() is None
+    assert {*states} == {ProcessState.BUSY}

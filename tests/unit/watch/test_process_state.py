@@ -14,8 +14,8 @@ def state(before: ProcessFacts | None, after: ProcessFacts | None, age: float = 
     return judge(before, after, heartbeat_age=age)
 
 
-def facts(letter: str = "S", ticks: int = 100, faults: int = 0) -> ProcessFacts:
-    return ProcessFacts(letter, ticks, faults)
+def facts(letter: str = "S", ticks: int = 100, faults: int = 0, waits: int = 7) -> ProcessFacts:
+    return ProcessFacts(letter, ticks, faults, waits)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,9 @@ def facts(letter: str = "S", ticks: int = 100, faults: int = 0) -> ProcessFacts:
         (facts(), facts(faults=50), 0.5, ProcessState.SWAPPED),
         (facts(), facts("R"), 0.5, ProcessState.BUSY),
         (facts(), facts(ticks=108), 0.5, ProcessState.BUSY),
-        (facts("R"), facts("R"), 9.0, ProcessState.HOLDS_LOCK),
+        (facts("R"), facts("R", waits=27), 9.0, ProcessState.HOLDS_LOCK),
+        (facts("R"), facts("R", waits=27), 0.5, ProcessState.BUSY),
+        (facts("R"), facts("R", waits=9), 9.0, ProcessState.BUSY),  # it was stopped, and has just gone on
         (facts(), facts(), 0.5, ProcessState.SLEEPING),
     ],
 )
